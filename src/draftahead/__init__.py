@@ -1,0 +1,1 @@
+"""draftahead: speculative decoding of transformers models with provably the same output."""

@@ -1,0 +1,69 @@
+"""Every error a user can cause or meet, each with a message that says what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from draftahead.types import Completion
+
+
+class DraftaheadError(Exception):
+    """Base of all errors raised on purpose. The CLI prints its message as one line."""
+
+    # What the other requests of the batch gave, when one of them failed: nothing is lost.
+    completions: list[Completion] | None = None
+
+
+class ModelNotFoundError(DraftaheadError):
+    """The model name is no alias, folder, file or reachable hub id."""
+
+
+class DownloadError(DraftaheadError):
+    """The embedded model could not be fetched, checked or converted."""
+
+
+class UnsupportedModelError(DraftaheadError):
+    """The model keeps state that cannot be rolled back, or masks attention in its own way."""
+
+
+class UnknownDrafterError(DraftaheadError):
+    """No drafter is registered under this name."""
+
+
+class ConfigError(DraftaheadError):
+    """An option or configuration key is unknown or has a value that cannot work."""
+
+
+class VocabularyMismatchError(DraftaheadError):
+    """The draft model does not share the target's vocabulary."""
+
+
+class PromptError(DraftaheadError):
+    """The prompt is empty, or holds ids outside the vocabulary."""
+
+
+class ContextLengthError(DraftaheadError):
+    """The prompt, or the prompt plus max_tokens, does not fit the context."""
+
+
+class CacheMemoryError(DraftaheadError):
+    """The key-value cache does not fit into memory."""
+
+
+class NonFiniteLogitsError(DraftaheadError):
+    """The target itself computed NaN or infinite logits."""
+
+
+class ReplayUnsupportedError(DraftaheadError):
+    """The kernels on this machine do not hold what exact="replay" promises."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for a mistyped word: the nearest known one, then the whole list."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} (known: {', '.join(names)})"
