@@ -61,6 +61,10 @@ class ReplayUnsupportedError(DraftaheadError):
     """The kernels on this machine do not hold what exact="replay" promises."""
 
 
+class DrafterFaultWarning(UserWarning):
+    """A drafter failed. The text goes on without its guesses; only speed is lost."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for a mistyped word: the nearest known one, then the whole list."""
     names = sorted(known)

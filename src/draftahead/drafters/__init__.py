@@ -1,0 +1,113 @@
+"""What a drafter is, and the registry. One file a drafter; a file here registers itself.
+
+A drafter only guesses. Whatever it returns, raises or leaves out, the output stays the target's:
+the engine checks every draft and treats a bad one as no draft.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from draftahead.errors import ConfigError, UnknownDrafterError, nearest
+from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Three verbs. Subclass it to inherit the last two."""
+
+    def propose(self, batch: Batch) -> Draft | None:
+        """Guesses for each row, no deeper than `batch.rooms`; None for no guess at all.
+
+        A drafter that samples draws with `batch.dice` and may return None: what it drew is the
+        draft. Guesses that it does not draw there count as certain (point masses).
+        """
+
+    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+        """What became of the draft. `batch.sequences` do not hold the new tokens yet."""
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence has ended; forget what was kept for it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a drafter may know of the target it works for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    vocabulary: int
+    tokenizer: Any  # of the target; None if the user gave none
+    max_batch: int
+    max_context: int
+    load: Callable[[str], tuple[Any, Any]]  # name -> (model, tokenizer), on this device
+
+
+_REGISTRY: dict[str, Callable[..., Drafter]] = {}
+_SYNONYMS: dict[str, str] = {}
+Maker = TypeVar("Maker", bound=Callable[..., Any])
+
+
+def register(name: str, *, synonyms: tuple[str, ...] = ()) -> Callable[[Maker], Maker]:
+    """Makes a class known by name. It is built as `cls(setting, **options)`; its keyword
+    parameters are the configuration keys that users may give."""
+
+    def add(maker: Maker) -> Maker:
+        _REGISTRY[name] = maker
+        _SYNONYMS.update(dict.fromkeys(synonyms, name))
+        return maker
+
+    return add
+
+
+def names() -> list[str]:
+    return sorted(_REGISTRY)
+
+
+def build(wanted: str | Mapping[str, Any] | Drafter, setting: Setting) -> Drafter:
+    """A drafter from a name, a configuration with vLLM's keys, or a drafter itself."""
+    if isinstance(wanted, Drafter):
+        return wanted
+    if isinstance(wanted, str):
+        wanted = {"method": wanted}
+    if not isinstance(wanted, Mapping):
+        raise ConfigError(
+            f"drafter must be a name, a configuration or an object with propose, learn and "
+            f"release, not {type(wanted).__name__}"
+        )
+    options = dict(wanted)
+    # vLLM lets a configuration with a model leave its method out.
+    name = options.pop("method", "draft_model" if "model" in options else None)
+    if name is None:
+        raise ConfigError(f"the drafter's configuration needs 'method' (one of {', '.join(names())})")
+    maker = _REGISTRY.get(_SYNONYMS.get(name, name))
+    if maker is None:
+        raise UnknownDrafterError(f"no drafter {name!r}{nearest(name, [*_REGISTRY, *_SYNONYMS])}")
+    known = [
+        key
+        for key, parameter in inspect.signature(maker).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    for key in options:
+        if key not in known:
+            hint = nearest(key, known) if known else " (it takes none)"
+            raise ConfigError(f"drafter {name!r} has no option {key!r}{hint}")
+    return maker(setting, **options)
+
+
+def positive(name: str, value: Any, most: int = 63) -> int:
+    """A checked whole number, for the options of drafters."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ConfigError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
+    return value
+
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,105 @@
+"""A small model of the same vocabulary drafts (Leviathan et al., arXiv 2211.17192).
+
+It keeps a cache of its own and compares that with the text at every step: what the target
+accepted of its own guesses is already there, the rest it feeds itself. So it can be skipped,
+switched off or faulty for a while and still be right the next time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.errors import ConfigError, VocabularyMismatchError
+from draftahead.passes import CachedModel
+from draftahead.types import Batch, Draft
+
+
+@register("draft_model")
+class DraftModel(Drafter):
+    def __init__(
+        self, setting: Setting, *, model: Any = None, num_speculative_tokens: int = 5
+    ) -> None:
+        self.count = positive("num_speculative_tokens", num_speculative_tokens)
+        if model is None:
+            raise ConfigError("drafter 'draft_model' needs 'model': the name or path of a model")
+        tokenizer = None
+        if isinstance(model, str):
+            model, tokenizer = setting.load(model)
+        check_vocabulary(setting, tokenizer, int(model.config.get_text_config().vocab_size))
+        self.passes = CachedModel(
+            model, max_batch=setting.max_batch, max_context=None, spare=self.count + 1
+        )
+        self.rows: list[int] = [-1] * setting.max_batch  # which sequence each cache row is for
+
+    def propose(self, batch: Batch) -> Draft | None:
+        most = self.passes.max_context
+        fits = [len(sequence.tokens) + self.count <= most for sequence in batch.sequences]
+        count = min(self.count, max(batch.rooms))
+        if count < 1 or not any(fits):
+            return None
+        logits = self._catch_up(batch, fits)
+        for depth in range(count):
+            tokens = batch.dice.draw(logits, torch.tensor(fits))
+            if depth + 1 < count:
+                logits = self.passes.run(tokens[:, None])[:, -1]
+                for row, token in enumerate(tokens.tolist()):
+                    self.passes.cache.contents[row].append(token)
+        return None  # the dice hold the draft
+
+    def _catch_up(self, batch: Batch, fits: list[bool]) -> torch.Tensor:
+        """Feeds every row what its cache lacks; returns the logits after each text's end."""
+        cache, pending = self.passes.cache, []
+        for row, sequence in enumerate(batch.sequences):
+            self._place(sequence.id, row)
+            text = sequence.tokens if fits[row] else [0]  # too long for us: the row idles
+            held = cache.matched(row, text[:-1])
+            if cache.far[row] != self.passes.is_far(len(text)) or len(text) - held > self.count + 1:
+                # A new text, or steps without this drafter.
+                self.passes.prefill(row, text[:-1])
+                held = len(text) - 1
+            del cache.contents[row][held:]
+            pending.append(text[held:])
+        width = max(len(tokens) for tokens in pending)
+        block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending])
+        logits = self.passes.run(block)
+        for row, tokens in enumerate(pending):
+            cache.contents[row].extend(tokens)
+        last = torch.tensor([len(tokens) - 1 for tokens in pending], device=logits.device)
+        return logits[torch.arange(len(pending), device=logits.device), last]
+
+    def _place(self, sequence: int, row: int) -> None:
+        """Rows follow the batch: what another row holds for this sequence comes along."""
+        if self.rows[row] != sequence:
+            if sequence in self.rows:
+                at = self.rows.index(sequence)
+                self.passes.cache.swap_rows(at, row)
+                self.rows[at] = self.rows[row]
+            self.rows[row] = sequence
+
+
+def check_vocabulary(setting: Setting, tokenizer: Any, size: int) -> None:
+    """Same token for every id. Embeddings may differ in padding behind the last token."""
+    if tokenizer is None or setting.tokenizer is None:
+        if size != setting.vocabulary:
+            raise VocabularyMismatchError(
+                f"the draft model has {size} tokens and the target {setting.vocabulary}; without "
+                "tokenizers to compare they must be equal"
+            )
+        return
+    target, draft = setting.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if target == draft:
+        return
+    differing = sorted(
+        (target.get(token, draft.get(token)), token)
+        for token in target.keys() | draft.keys()
+        if target.get(token) != draft.get(token)
+    )
+    number, token = differing[0]
+    raise VocabularyMismatchError(
+        f"the draft model's vocabulary differs from the target's in {len(differing)} tokens "
+        f"(first {token!r}: id {target.get(token)} in the target, {draft.get(token)} in the draft); "
+        "use a draft model with the same tokenizer"
+    )

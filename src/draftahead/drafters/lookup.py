@@ -1,0 +1,80 @@
+"""Prompt look-up (Saxena 2023): texts repeat themselves, so copy what followed last time.
+
+The longest n-gram that ends the text and occurs earlier in prompt or output is looked for, from
+`prompt_lookup_max` tokens down to `prompt_lookup_min`; the newest occurrence wins, and what
+followed it is proposed.
+"""
+
+from __future__ import annotations
+
+from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.errors import ConfigError
+from draftahead.types import Batch, Draft, Sequence
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text was last followed by something."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> index of what followed it
+        self._indexed = 0  # tokens whose preceding n-grams are in the index
+
+    def extend(self, tokens: list[int]) -> None:
+        for end in range(self._indexed, len(tokens)):
+            for size in self._sizes:
+                if size <= end:
+                    self._follows[tuple(tokens[end - size : end])] = end
+        self._indexed = len(tokens)
+
+    def continuation(self, tokens: list[int], count: int) -> list[int]:
+        for size in self._sizes:
+            if size <= len(tokens):
+                start = self._follows.get(tuple(tokens[len(tokens) - size :]))
+                if start is not None:
+                    return _copied(tokens, start, count)
+        return []
+
+
+def _copied(tokens: list[int], start: int, count: int) -> list[int]:
+    """`count` tokens from `start` on; a copy that reaches the end of the text repeats itself."""
+    period = len(tokens) - start
+    return [tokens[start + offset % period] for offset in range(count)]
+
+
+@register("lookup", synonyms=("ngram",))
+class Lookup(Drafter):
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        num_speculative_tokens: int = 7,
+        prompt_lookup_max: int = 3,
+        prompt_lookup_min: int = 2,
+    ) -> None:
+        self.count = positive("num_speculative_tokens", num_speculative_tokens)
+        self.longest = positive("prompt_lookup_max", prompt_lookup_max)
+        self.shortest = positive("prompt_lookup_min", prompt_lookup_min)
+        if self.shortest > self.longest:
+            raise ConfigError(
+                f"prompt_lookup_min ({self.shortest}) must not exceed prompt_lookup_max "
+                f"({self.longest})"
+            )
+        self._indexes: dict[int, NgramIndex] = {}  # by sequence
+
+    def propose(self, batch: Batch) -> Draft | None:
+        guesses = [
+            self._guess(sequence, min(self.count, room))
+            for sequence, room in zip(batch.sequences, batch.rooms, strict=True)
+        ]
+        return Draft.chains(batch.roots, guesses) if any(guesses) else None
+
+    def _guess(self, sequence: Sequence, count: int) -> list[int]:
+        index = self._indexes.get(sequence.id)
+        if index is None:
+            index = self._indexes[sequence.id] = NgramIndex(self.shortest, self.longest)
+        index.extend(sequence.tokens)
+        return index.continuation(sequence.tokens, count)
+
+    def release(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence.id, None)

@@ -1,0 +1,257 @@
+"""The step: propose, score, verify, keep, learn, commit. Everything meets here and only here."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from draftahead import tree
+from draftahead.drafters import Drafter
+from draftahead.errors import DrafterFaultWarning
+from draftahead.sampling import Context, DraftDice, hash_key, logprobs_of
+from draftahead.scheduler import Scheduler
+from draftahead.target import Target
+from draftahead.text import Decode, TextTail
+from draftahead.types import (
+    Batch,
+    Draft,
+    Exact,
+    Request,
+    Scores,
+    Sequence,
+    Stats,
+    TokenLogprob,
+    Verdict,
+)
+from draftahead.verify import Rule, verify
+
+GIVE_UP_AFTER = 8  # faults of a drafter in a row
+
+
+class Engine:
+    def __init__(
+        self, target: Target, drafter: Drafter, decode: Decode, *, exact: Exact, rule: Rule
+    ) -> None:
+        self.target, self.drafter, self.decode = target, drafter, decode
+        self.exact: Exact = exact
+        self.rule: Rule = rule
+        self.scheduler = Scheduler(target.passes.cache.rows)
+        self._ids = itertools.count()
+        self._faults = 0  # of the drafter, in a row
+        self._warned = False
+
+    # ------------------------------------------------------------------ requests in and out
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queues a request; one sequence for each of its n samples."""
+        sequences = [
+            Sequence(
+                request=request,
+                id=next(self._ids),
+                sample=sample,
+                key=hash_key(request.seed, sample),
+                tokens=list(request.prompt),
+                tail=TextTail(self.decode, request.sampling.stops),
+                stats=Stats(prompt_tokens=len(request.prompt)),
+            )
+            for sample in range(request.sampling.n)
+        ]
+        self.scheduler.add(sequences)
+        return sequences
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees what a sequence holds, whether it has ended or is given up."""
+        if sequence in self.scheduler.running or sequence in self.scheduler.waiting:
+            if rows := self.scheduler.remove(sequence):
+                self.target.passes.cache.swap_rows(*rows)
+            self._guarded(lambda: self.drafter.release(sequence))
+
+    # ------------------------------------------------------------------------------ the step
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """Advances every running sequence by at least one token; returns them, ended ones too."""
+        self._admit()
+        if not self.scheduler.running:
+            return []
+        clock = Clock()
+        batch = self._batch()
+        with clock("draft_seconds"):
+            draft = self._propose(batch)
+        with clock("verify_seconds"):
+            scores = self.target.score(batch, draft)
+            verdict = verify(draft, scores, batch, self.rule)
+            self.target.keep(batch, draft, verdict)
+        with clock("draft_seconds"):
+            self._guarded(lambda: self.drafter.learn(batch, verdict, scores))
+        with clock("other_seconds"):
+            logprobs = _logprobs(batch, scores, verdict)
+            depths = [tree.depths(row) for row in draft.parents.tolist()]
+            self.scheduler.commit(batch, draft, depths, verdict, logprobs)
+            for sequence in batch.sequences:
+                if sequence.finish_reason is not None:
+                    sequence.tail.flush()
+                    self.release(sequence)
+        for sequence in batch.sequences:
+            clock.charge(sequence.stats)
+        return list(batch.sequences)
+
+    def _batch(self) -> Batch:
+        sequences = tuple(self.scheduler.running)
+        most = self.target.max_nodes - 1
+        rooms = [max(0, min(self.scheduler.room(s), self.target.room(s), most)) for s in sequences]
+        dice = DraftDice(sequences, rooms, self.target.vocabulary, self.exact)
+        return Batch(sequences, tuple(rooms), dice)
+
+    def _admit(self) -> None:
+        """Gives waiting sequences a row and fills it: with what an idle row or a sister holds
+        of their prompt, and the rest by prefill."""
+        cache, running = self.target.passes.cache, self.scheduler.running
+        while (sequence := self.scheduler.next_to_admit) is not None:
+            clock = Clock()
+            row, request = len(running), sequence.request
+            prompt = request.prompt[:-1]
+            sisters = [r for r, mate in enumerate(running) if mate.request is request]
+            with clock("prefill_seconds"):
+                if sisters:
+                    cache.copy_row(sisters[0], row)
+                    del cache.contents[row][len(prompt) :]
+                    sequence.stats.reused_tokens = len(prompt)
+                else:
+                    if request.reuse:
+                        idle = range(row, cache.rows)
+                        cache.swap_rows(row, max(idle, key=lambda r: cache.matched(r, prompt)))
+                    sequence.stats.reused_tokens = self.target.prefill(row, sequence)
+            clock.charge(sequence.stats)
+            self.scheduler.admit()
+
+    # ---------------------------------------------------------------------- the drafter's side
+
+    def _propose(self, batch: Batch) -> Draft:
+        """The drafter's guesses, or none. Whatever it does, the draft that comes out is sound."""
+        nothing = Draft.chains(batch.roots, [[] for _ in batch.sequences])
+        if self._faults >= GIVE_UP_AFTER or not any(batch.rooms):
+            return nothing
+        found: list[Draft | None] = [None]
+
+        def ask() -> None:
+            proposed = self.drafter.propose(batch)
+            if proposed is not None:
+                found[0] = sound(proposed, batch, self.target.vocabulary)
+
+        self._guarded(ask, counts=True)
+        dice = batch.dice
+        assert isinstance(dice, DraftDice)
+        # What the dice have drawn is the draft, even if the drafter failed after the draw.
+        draft = dice.draft() or found[0] or nothing
+        return trimmed(draft, batch, self.target.max_nodes, trunk_only=self.exact == "replay")
+
+    def _guarded(self, call: Callable[[], None], *, counts: bool = False) -> None:
+        """Runs a drafter's code. A fault costs its guesses and one warning, never the text."""
+        try:
+            call()
+        except Exception as fault:
+            self._faults += counts
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"drafter {type(self.drafter).__name__} failed and is left out where it does: "
+                    f"{type(fault).__name__}: {fault}",
+                    DrafterFaultWarning,
+                    stacklevel=2,
+                )
+        else:
+            self._faults = 0 if counts else self._faults
+
+
+class Clock:
+    """Seconds by stage of one step."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[stage] = self.spent.get(stage, 0.0) + time.perf_counter() - start
+
+    def charge(self, stats: Stats) -> None:
+        for stage, seconds in self.spent.items():
+            setattr(stats, stage, getattr(stats, stage) + seconds)
+
+
+def _logprobs(batch: Batch, scores: Scores, verdict: Verdict) -> dict[int, list[TokenLogprob]]:
+    """For the rows that ask: of every token that this step emits, at the node it came from."""
+    found = {}
+    for row, sequence in enumerate(batch.sequences):
+        if sequence.sampling.logprobs is not None:
+            tokens = verdict.tokens[row]
+            contexts = [Context(sequence, tuple(tokens[:i])) for i in range(len(tokens))]
+            at = verdict.paths[row][: len(tokens)]
+            found[row] = logprobs_of(scores.logits[row, at], contexts, tokens)
+    return found
+
+
+# ------------------------------------------------------------------------- sound drafts only
+
+
+def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
+    """Refuses a draft that is no tree of known tokens over this batch's roots."""
+    rows = len(batch.sequences)
+    if draft.tokens.ndim != 2 or draft.tokens.shape != draft.parents.shape:
+        raise ValueError(f"tokens {draft.tokens.shape} and parents {draft.parents.shape} must match")
+    if len(draft.tokens) != rows or len(draft.sizes) != rows:
+        raise ValueError(f"a draft of {len(draft.tokens)} rows for a batch of {rows}")
+    if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
+        raise ValueError("tokens and parents must be whole numbers")
+    width = draft.tokens.shape[1]
+    if not all(1 <= size <= width for size in draft.sizes):
+        raise ValueError(f"sizes {draft.sizes} do not fit {width} nodes")
+    tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
+    for row, size in enumerate(draft.sizes):
+        if tokens[row][0] != batch.roots[row]:
+            raise ValueError("node 0 must be the last token of the text")
+        if not all(0 <= token < vocabulary for token in tokens[row][:size]):
+            raise ValueError(f"a token outside the vocabulary of {vocabulary}")
+        if not all(0 <= parents[row][node] < node for node in range(1, size)):
+            raise ValueError("a parent must stand before its children")
+    # A law that we did not draw from ourselves is only a claim.
+    guesses = [
+        list(zip(tokens[row][1:size], parents[row][1:size], strict=True))
+        for row, size in enumerate(draft.sizes)
+    ]
+    return Draft.trees(batch.roots, guesses)
+
+
+def trimmed(draft: Draft, batch: Batch, max_nodes: int, *, trunk_only: bool) -> Draft:
+    """Cuts what is deeper than a row's room, or more than a pass takes; in replay, all but the
+    trunk: a branch's keys lie in other slots than a chain's, and a sum in another order is
+    another sum."""
+    parents = draft.parents.tolist()
+    depths = [tree.depths(row) for row in parents]
+    kept = []
+    for row, (size, room) in enumerate(zip(draft.sizes, batch.rooms, strict=True)):
+        nodes = [n for n in range(size) if depths[row][n] <= room][:max_nodes]
+        if trunk_only:
+            trunk = [0]
+            while child := next((n for n in nodes if parents[row][n] == trunk[-1]), None):
+                trunk.append(child)
+            nodes = trunk
+        kept.append(nodes)
+    if all(len(nodes) == size for nodes, size in zip(kept, draft.sizes, strict=True)):
+        return draft
+    tokens = draft.tokens.tolist()
+    place = [{node: i for i, node in enumerate(nodes)} for nodes in kept]
+    guesses = [
+        [(tokens[row][n], place[row][parents[row][n]]) for n in nodes[1:]]
+        for row, nodes in enumerate(kept)
+    ]
+    return Draft.trees(batch.roots, guesses)

@@ -1,0 +1,189 @@
+"""The static key-value cache: fixed tensors, a length a row, rollback by moving a pointer.
+
+Row i of every tensor belongs to row i of the batch. A pass writes the keys of its N nodes into
+the N slots after a row's length; only those of the accepted path then count. What lies behind a
+row's length is garbage that no mask lets through, and that the next pass overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftahead.errors import CacheMemoryError
+
+
+class LayerShape(NamedTuple):
+    """What one layer stores for one token. Keys and values may differ (DeepSeek's latents)."""
+
+    key_heads: int
+    key_width: int
+    value_heads: int
+    value_width: int
+
+
+class KVCache:
+    def __init__(
+        self,
+        shapes: Seq[LayerShape],
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shapes, self.rows, self.length = tuple(shapes), rows, length
+        per_token = sum(s.key_heads * s.key_width + s.value_heads * s.value_width for s in shapes)
+        self.bytes = per_token * dtype.itemsize * rows * length
+        _check_memory(self.bytes, rows, length, device)
+
+        def zeros(heads: int, width: int) -> Tensor:
+            # Zeros, not garbage: a masked NaN would still poison a sum (0 * NaN).
+            return torch.zeros(rows, heads, length, width, dtype=dtype, device=device)
+
+        self.keys = [zeros(s.key_heads, s.key_width) for s in shapes]
+        self.values = [zeros(s.value_heads, s.value_width) for s in shapes]
+        # The tokens whose keys each row holds, from slot 0: its length and what it can be
+        # reused for.
+        self.contents: list[list[int]] = [[] for _ in range(rows)]
+        self.far = [False] * rows  # which frequencies rotated a row's keys: see passes.py
+
+    def matched(self, row: int, tokens: Seq[int]) -> int:
+        """How many of `tokens` the row already holds, from the first on."""
+        held = self.contents[row]
+        count = min(len(held), len(tokens))
+        if held[:count] == list(tokens[:count]):
+            return count
+        return next(i for i in range(count) if held[i] != tokens[i])
+
+    def keep(self, row: int, path: Seq[int], tokens: Seq[int]) -> None:
+        """Keeps the nodes of `path` (from the root, node 0) out of the last pass over this row.
+
+        For a chain the kept keys already lie where they belong; a tree's are moved up.
+        """
+        base = len(self.contents[row])
+        moved = [(to, node) for to, node in enumerate(path) if to != node]
+        if moved:
+            to = torch.tensor([base + slot for slot, _ in moved])
+            come = torch.tensor([base + node for _, node in moved])
+            for tensor in (*self.keys, *self.values):
+                tensor[row, :, to] = tensor[row, :, come]
+        self.contents[row].extend(tokens)
+
+    def copy_row(self, source: int, to: int) -> None:
+        """Row `to` holds what row `source` holds."""
+        if source == to:
+            return
+        held = len(self.contents[source])
+        for tensor in (*self.keys, *self.values):
+            tensor[to, :, :held] = tensor[source, :, :held]
+        self.contents[to] = list(self.contents[source])
+        self.far[to] = self.far[source]
+
+    def swap_rows(self, one: int, other: int) -> None:
+        if one == other:
+            return
+        held = max(len(self.contents[one]), len(self.contents[other]))
+        for tensor in (*self.keys, *self.values):
+            spare = tensor[one, :, :held].clone()
+            tensor[one, :, :held] = tensor[other, :, :held]
+            tensor[other, :, :held] = spare
+        contents, far = self.contents, self.far
+        contents[one], contents[other] = contents[other], contents[one]
+        far[one], far[other] = far[other], far[one]
+
+
+class CacheWindow:
+    """The cache as one pass of the model sees it: rows [first, first + B), slots [0, live).
+
+    Stands in for transformers' Cache object, of which a forward needs only these methods.
+    """
+
+    is_compileable = False
+
+    def __init__(self, cache: KVCache, first: int, slots: Tensor, live: int) -> None:
+        self.cache, self.first, self.live = cache, first, live
+        self.slots = slots  # [B, N], where the new keys go
+        self.rows = torch.arange(first, first + slots.shape[0], device=slots.device)[:, None]
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.keys[layer_idx], self.cache.values[layer_idx]
+        # A drafted token may overflow (half precision) and is then rejected, but behind the mask
+        # its NaN would still reach the other nodes of this row: 0 * NaN. So none is stored.
+        keys[self.rows, :, self.slots] = key.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+        values[self.rows, :, self.slots] = value.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+        stop = self.first + self.slots.shape[0]
+        return keys[self.first : stop, :, : self.live], values[self.first : stop, :, : self.live]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions come with the call
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.live, 0
+
+    def __len__(self) -> int:
+        return len(self.cache.keys)
+
+
+class ShapeProbe:
+    """A cache that stores nothing and notes what each layer would store."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.found: dict[int, LayerShape] = {}
+        self.dtype = torch.float32
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[1], value.shape[3])
+        self.found[layer_idx], self.dtype = shape, key.dtype
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        return [self.found[layer] for layer in sorted(self.found)]
+
+
+def _check_memory(needed: int, rows: int, length: int, device: torch.device) -> None:
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise CacheMemoryError(
+            f"the key-value cache needs {needed / 2**30:.1f} GiB for {rows} rows of {length} tokens "
+            f"but {free / 2**30:.1f} GiB are free on {device}: "
+            f"lower max_batch (now {rows}) or max_context (now {length}), or use a smaller dtype"
+        )
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes free on a device, or None where the system does not tell."""
+    if device.type == "cuda":
+        # What the allocator keeps for itself but does not use is free for us too.
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + idle
+    if device.type == "cpu":
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                for line in lines:
+                    if line.startswith("MemAvailable:"):
+                        return int(line.split()[1]) * 1024
+        except (OSError, ValueError, IndexError):
+            return None
+    return None

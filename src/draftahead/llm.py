@@ -1,0 +1,308 @@
+"""Text in, text out: the class most users meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from draftahead import drafters, hub
+from draftahead.drafters import Drafter, Setting
+from draftahead.engine import Engine
+from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError, nearest
+from draftahead.target import Target
+from draftahead.types import Completion, Exact, Piece, Request, Sampling, Sequence, Stats
+from draftahead.verify import Rule
+
+Message = Mapping[str, Any]
+Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or a conversation
+DEFAULT_MAX_TOKENS = 256  # where neither the user nor the model says
+
+
+class LLM:
+    """A model that generates as it always did, sooner.
+
+    model: an alias (`smollm2`), a hub id, a folder, a .gguf file, or a loaded PreTrainedModel.
+    drafter: a name, a configuration with vLLM's `speculative_config` keys, or a Drafter.
+    exact: "law" keeps the target's distribution; "replay" makes the tokens a function of seed
+        and prompt alone, bit for bit the same for every drafter and whatever else is running.
+    rule: how sampled drafts are accepted, "block" or "token"; both are exact.
+    max_batch, max_context: rows and tokens of the key-value cache.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        drafter: str | Mapping[str, Any] | Drafter = "lookup",
+        *,
+        tokenizer: Any = None,
+        exact: Exact = "law",
+        rule: Rule = "block",
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        max_batch: int = 8,
+        max_context: int | None = None,
+        trust_remote_code: bool = False,
+        report: hub.Report = hub.silent,
+    ) -> None:
+        _one_of("exact", exact, ("law", "replay"))
+        _one_of("rule", rule, ("block", "token"))
+        if max_batch < 1:
+            raise ConfigError(f"max_batch must be 1 or more, not {max_batch}")
+
+        def load(name: str) -> tuple[Any, Any]:
+            return hub.load(
+                name, dtype=dtype, device=device, trust_remote_code=trust_remote_code, report=report
+            )
+
+        if isinstance(model, str | Path):
+            model, own_tokenizer = load(str(model))
+            tokenizer = tokenizer or own_tokenizer
+        elif dtype is not None or device is not None:
+            raise ConfigError("dtype and device are those of the model given; leave them out")
+        self.model, self.tokenizer = model, tokenizer
+        target = Target(model, max_batch=max_batch, max_context=max_context, exact=exact)
+        setting = Setting(
+            device=target.passes.device,
+            dtype=model.dtype,
+            vocabulary=target.vocabulary,
+            tokenizer=tokenizer,
+            max_batch=max_batch,
+            max_context=target.max_context,
+            load=load,
+        )
+        self.engine = Engine(
+            target, drafters.build(drafter, setting), self._decode, exact=exact, rule=rule
+        )
+
+    # --------------------------------------------------------------------------- generating
+
+    def generate(
+        self,
+        prompts: str | Seq[Prompt],
+        sampling: Sampling | Seq[Sampling] | None = None,
+        *,
+        errors: Literal["raise", "return"] = "raise",
+    ) -> list[Completion]:
+        """Continues prompts, in batches. One completion for each of a prompt's n samples, in
+        order. A request that fails does not stop the others: its error is raised at the end,
+        with all `completions` on it, or returned in its Completion with errors="return".
+        """
+        asked: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if asked and isinstance(asked[0], int):
+            asked = [prompts]  # one prompt, as ids
+        settings = [sampling] * len(asked) if not isinstance(sampling, Seq) else list(sampling)
+        if len(settings) != len(asked):
+            raise ConfigError(f"{len(settings)} samplings for {len(asked)} prompts")
+        running: list[list[Sequence] | DraftaheadError] = []
+        try:
+            for prompt, one in zip(asked, settings, strict=True):
+                try:
+                    running.append(self.engine.add(self._request(prompt, one or Sampling())))
+                except DraftaheadError as error:
+                    running.append(error)
+            while any(s.finish_reason is None for group in running for s in _live(group)):
+                self.engine.step()
+        finally:  # also when interrupted: nothing stays behind in the engine
+            for group in running:
+                for sequence in _live(group):
+                    self.engine.release(sequence)
+        completions = [c for i, group in enumerate(running) for c in self._completions(i, group)]
+        failed = [c.error for c in completions if c.error is not None]
+        if failed and errors == "raise":
+            failed[0].completions = completions
+            raise failed[0]
+        return completions
+
+    def chat(self, messages: Seq[Message], sampling: Sampling | None = None) -> Completion:
+        """The model's answer to a conversation, through its chat template."""
+        if sampling is not None and sampling.n != 1:
+            raise ConfigError("chat gives one answer; use generate([messages], ...) for n of them")
+        return self.generate([messages], sampling)[0]
+
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False
+    ) -> Iterator[Piece]:
+        """Yields the text as it settles. The generator's value (`yield from`) is the Completion.
+
+        `reuse` starts from the keys that an earlier stream left in the cache, as far as the
+        prompts agree: for conversations.
+        """
+        sampling = sampling or Sampling()
+        if sampling.n != 1:
+            raise ConfigError("stream gives one text; use generate for n of them")
+        (sequence,) = self.engine.add(self._request(prompt, sampling, reuse=reuse))
+        shown_tokens = shown_text = 0
+        try:
+            while sequence.finish_reason is None:
+                self.engine.step()
+                for piece in _settled(sequence, shown_tokens, shown_text):
+                    shown_tokens += len(piece.token_ids)
+                    shown_text += len(piece.text)
+                    yield piece
+        finally:  # a stream that is dropped frees its row
+            self.engine.release(sequence)
+        if sequence.error is not None:
+            raise sequence.error
+        return self._completion(0, sequence)  # noqa: B901
+
+    # ----------------------------------------------------------------------- requests, checked
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Text, ids or a conversation to the ids of a prompt."""
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
+            if self.tokenizer is None:
+                raise ConfigError("a model without its tokenizer takes token ids; pass tokenizer=")
+            if isinstance(prompt, str):
+                return [int(i) for i in self.tokenizer(prompt).input_ids] if prompt else []
+            if getattr(self.tokenizer, "chat_template", None) is None:
+                raise ConfigError("this model has no chat template; give it plain text instead")
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in prompt],  # type: ignore[arg-type]
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            return [int(i) for i in self.tokenizer(text, add_special_tokens=False).input_ids]
+        return [int(i) for i in prompt]  # type: ignore[arg-type]
+
+    def _request(self, prompt: Prompt, asked: Sampling, *, reuse: bool = False) -> Request:
+        ids = self.encode(prompt)
+        if not ids:
+            raise PromptError("the prompt is empty: give at least one token to continue from")
+        vocabulary, context = self.engine.target.vocabulary, self.engine.target.max_context
+        if outside := [i for i in ids if not 0 <= i < vocabulary]:
+            raise PromptError(f"token {outside[0]} is outside the vocabulary of {vocabulary}")
+        if len(ids) >= context:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens and the context {context}: shorten it"
+                + self._larger_context_hint()
+            )
+        sampling = self._followed(asked, room=context - len(ids))
+        if len(ids) + (sampling.max_tokens or 0) > context:
+            raise ContextLengthError(
+                f"{len(ids)} prompt tokens and max_tokens={sampling.max_tokens} exceed the context "
+                f"of {context}: ask for at most {context - len(ids)}" + self._larger_context_hint()
+            )
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(sampling, name) or ():
+                if not 0 <= token < vocabulary:
+                    raise ConfigError(
+                        f"{name}: token {token} is outside the vocabulary of {vocabulary}"
+                    )
+        return Request(
+            prompt=tuple(ids),
+            sampling=sampling,
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            eos_token_ids=self._end_ids(),
+            bad_word_ids=self._bad_word_ids(sampling.bad_words),
+            reuse=reuse,
+        )
+
+    def _larger_context_hint(self) -> str:
+        passes = self.engine.target.passes
+        if passes.max_context < passes.limit:
+            return f", or give the cache more room with max_context (at most {passes.limit})"
+        return ""
+
+    def _followed(self, asked: Sampling, room: int) -> Sampling:
+        """Unset fields follow the model's generation_config, and else do nothing."""
+        config = getattr(self.model, "generation_config", None)
+
+        def preset(name: str, otherwise: Any) -> Any:
+            value = getattr(config, name, None)
+            return otherwise if value is None else value
+
+        warmth = preset("temperature", 1.0) if preset("do_sample", False) else 0.0
+        presets = {
+            "temperature": warmth,
+            "top_k": preset("top_k", 0),
+            "top_p": preset("top_p", 1.0),
+            "min_p": preset("min_p", 0.0),
+            "repetition_penalty": preset("repetition_penalty", 1.0),
+            "min_tokens": preset("min_new_tokens", 0),
+            "max_tokens": min(preset("max_new_tokens", DEFAULT_MAX_TOKENS), room),
+        }
+        unset = {name: value for name, value in presets.items() if getattr(asked, name) is None}
+        return dataclasses.replace(asked, **unset)
+
+    def _end_ids(self) -> frozenset[int]:
+        for source in (getattr(self.model, "generation_config", None), self.model.config):
+            ends = getattr(source, "eos_token_id", None)
+            if ends is not None:
+                return frozenset([ends] if isinstance(ends, int) else ends)
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        return frozenset() if end is None else frozenset([end])
+
+    def _bad_word_ids(self, words: Seq[str | Seq[int]]) -> tuple[tuple[int, ...], ...]:
+        """A word is banned at the start of a text and after a space alike."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            if not isinstance(word, str):
+                found.append(tuple(word))
+                continue
+            if self.tokenizer is None:
+                raise ConfigError("bad_words as text need a tokenizer; pass token ids instead")
+            for spelled in (word, " " + word):
+                ids = self.tokenizer(spelled, add_special_tokens=False).input_ids
+                found.append(tuple(int(i) for i in ids))
+        return tuple(dict.fromkeys(ids for ids in found if ids))
+
+    # ------------------------------------------------------------------------------- results
+
+    def _decode(self, ids: Seq[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def _completions(self, index: int, group: list[Sequence] | DraftaheadError) -> list[Completion]:
+        if isinstance(group, DraftaheadError):
+            return [Completion("", [], "error", None, Stats(), [], [], 0, index, 0, group)]
+        return [self._completion(index, sequence) for sequence in group]
+
+    def _completion(self, index: int, sequence: Sequence) -> Completion:
+        sequence.stats.tokens = sequence.generated
+        return Completion(
+            text=sequence.tail.text,
+            token_ids=sequence.output,
+            finish_reason=sequence.finish_reason or "error",
+            logprobs=sequence.logprobs if sequence.sampling.logprobs is not None else None,
+            stats=sequence.stats,
+            prompt_token_ids=list(sequence.request.prompt),
+            drafted=sequence.drafted,
+            seed=sequence.request.seed,
+            index=index,
+            sample=sequence.sample,
+            error=sequence.error,
+        )
+
+
+def _one_of(name: str, value: str, known: Seq[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} cannot be {value!r}{nearest(str(value), known)}")
+
+
+def _live(group: list[Sequence] | DraftaheadError) -> list[Sequence]:
+    return [] if isinstance(group, DraftaheadError) else group
+
+
+def _settled(sequence: Sequence, tokens: int, text: int) -> Iterator[Piece]:
+    """What no stop string can take back any more, token by token where the text allows it."""
+    ended, tail, output = sequence.finish_reason, sequence.tail, sequence.output
+    settled = len(tail.text) if ended else tail.settled()
+    start = tokens
+    for index in range(tokens, len(output) - 1 if ended else len(output)):
+        # A token's text ends where that of the next begins.
+        end = tail.starts[index + 1] if index + 1 < len(tail.starts) else len(tail.text)
+        if text < end <= settled:
+            ids, drafted = output[start : index + 1], sequence.drafted[start : index + 1]
+            yield Piece(tail.text[text:end], ids, drafted)
+            start, text = index + 1, end
+    if ended:  # whatever is left, with the reason
+        yield Piece(tail.text[text:], output[start:], sequence.drafted[start:], ended)

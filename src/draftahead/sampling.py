@@ -1,0 +1,292 @@
+"""Logits to law to token: the sampling contract, at a node and along that node's own path.
+
+Noise is counter-based: a hash of (sequence, purpose, position, token id), the same on every
+device and whatever else is in the batch. A token is drawn as the winner of an exponential race,
+argmin E/p, which is the Gumbel-max draw argmax(log p + g) with one logarithm less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftahead.types import Draft, Exact, Sequence, TokenLogprob
+
+# splitmix64 (Steele, Lea, Flood 2014), written as the signed integers that torch has.
+_GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+class Stream(IntEnum):
+    """What a piece of noise is for. Streams are independent of each other."""
+
+    TARGET = 0  # the target's own token at a position: used once, when it is emitted
+    DRAFT = 1
+    COIN = 2
+
+
+class Context(NamedTuple):
+    """Where a law is asked for: after the sequence so far and a drafted path below its root."""
+
+    sequence: Sequence
+    path: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Index of the token that comes next."""
+        return len(self.sequence.tokens) + len(self.path)
+
+
+# ------------------------------------------------------------------------------ keyed noise
+
+
+def _signed(x: int) -> int:
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _mix(x: Tensor) -> Tensor:
+    for shift, factor in ((30, _MIX_A), (27, _MIX_B)):
+        x = (x ^ ((x >> shift) & (_MASK >> shift))) * _signed(factor)
+    return x ^ ((x >> 31) & (_MASK >> 31))
+
+
+def hash_key(*parts: int) -> int:
+    """One 64-bit key from several integers; the order matters."""
+    key = 0
+    for part in parts:
+        x = (key + part * _GOLDEN + _GOLDEN) & _MASK
+        for shift, factor in ((30, _MIX_A), (27, _MIX_B)):
+            x = ((x ^ (x >> shift)) * factor) & _MASK
+        key = x ^ (x >> 31)
+    return _signed(key)
+
+
+def target_key(context: Context) -> int:
+    return hash_key(context.sequence.key, Stream.TARGET, context.position)
+
+
+def step_key(stream: Stream, context: Context) -> int:
+    """For drafting and coins: a position may be drafted again in a later step, and what an
+    earlier step learnt of its noise must not tell. So the root is part of the key."""
+    root = len(context.sequence.tokens)
+    return hash_key(context.sequence.key, stream, root, len(context.path))
+
+
+def uniforms(keys: Seq[int], count: int, device: torch.device | str = "cpu") -> Tensor:
+    """[A] keys -> [A, count] float64 in the open interval (0, 1)."""
+    base = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
+    index = torch.arange(count, dtype=torch.int64, device=device) * _signed(_GOLDEN)
+    bits = (_mix(base + index) >> 11) & (_MASK >> 11)
+    return (bits.to(torch.float64) + 0.5) * 2.0**-53
+
+
+def race(law: Tensor, keys: Seq[int]) -> Tensor:
+    """Draws one token from each law: [A, V] -> [A]. An id of probability 0 never wins."""
+    arrival = -uniforms(keys, law.shape[-1], law.device).log() / law.to(torch.float64)
+    return arrival.argmin(-1)
+
+
+# --------------------------------------------------------------------------- logits to law
+
+
+def processed(logits: Tensor, contexts: Seq[Context]) -> Tensor:
+    """Logits [A, V] after bias, penalties, bans and the user's processors, at temperature 1."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if not any(_has_processors(context.sequence) for context in contexts):
+        return logits
+    return torch.stack([_processed_row(row, at) for row, at in zip(logits, contexts, strict=True)])
+
+
+def _has_processors(sequence: Sequence) -> bool:
+    s = sequence.sampling
+    penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty != 1.0)
+    lists = (s.logit_bias, s.processors, sequence.request.bad_word_ids, s.min_tokens)
+    return any(penalties) or any(lists)
+
+
+def _processed_row(logits: Tensor, context: Context) -> Tensor:
+    """In the order of transformers, so that the two agree on the law."""
+    sequence, path = context
+    s, request = sequence.sampling, sequence.request
+    logits = logits.clone()
+    for token, bias in (s.logit_bias or {}).items():
+        logits[token] += bias
+    text = [*sequence.tokens, *path]
+    if s.repetition_penalty not in (None, 1.0):
+        seen = torch.tensor(text, device=logits.device).unique()
+        values = logits[seen]
+        scaled = torch.where(values < 0, values * s.repetition_penalty, values / s.repetition_penalty)
+        logits[seen] = scaled
+    if s.presence_penalty or s.frequency_penalty:
+        output = torch.tensor(text[len(request.prompt) :], dtype=torch.long, device=logits.device)
+        ids, counts = output.unique(return_counts=True)
+        logits[ids] -= s.presence_penalty + s.frequency_penalty * counts.to(logits.dtype)
+    for *before, last in request.bad_word_ids:
+        if not before or text[-len(before) :] == before:
+            logits[last] = -torch.inf
+    if len(text) - len(request.prompt) < (s.min_tokens or 0):
+        logits[list(request.end_ids)] = -torch.inf
+    for processor in s.processors:
+        ids = torch.tensor([text], device=logits.device)
+        logits = processor(ids, logits[None])[0].to(logits.dtype)
+    return logits
+
+
+def law_of(logits: Tensor, contexts: Seq[Context]) -> Tensor:
+    """The law that tokens are drawn from: [A, V] probabilities. NaN where logits are not finite."""
+    logits = processed(logits, contexts)
+    best, argmax = logits.max(-1)
+    settings = [context.sequence.sampling for context in contexts]
+    greedy = torch.tensor([s.greedy for s in settings], device=logits.device)
+    temperature = _column([s.temperature or 1.0 for s in settings], logits)
+    law = _truncated(((logits - best[:, None]) / temperature).softmax(-1), settings)
+    point = torch.zeros_like(law).scatter_(-1, argmax[:, None], 1.0)
+    law = torch.where(greedy[:, None], point, law)
+    return torch.where(best.isfinite()[:, None], law, torch.nan)
+
+
+def _column(values: Seq[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _truncated(law: Tensor, settings: Seq[Any]) -> Tensor:
+    """Top-k, then top-p, then min-p, each as a lowest probability that stays.
+
+    Equals at the cut stay together, so that the law never depends on how equals are ordered.
+    """
+    if any(s.top_k and not s.greedy for s in settings):
+        ks = [min(s.top_k or law.shape[-1], law.shape[-1]) for s in settings]
+        largest = law.topk(max(k for k, s in zip(ks, settings, strict=True) if s.top_k)).values
+        at = torch.tensor([[min(k, largest.shape[-1]) - 1] for k in ks], device=law.device)
+        on = torch.tensor([[bool(s.top_k)] for s in settings], device=law.device)
+        law = law.where((law >= largest.gather(-1, at)) | ~on, 0.0)
+        law = law / law.sum(-1, keepdim=True)
+    if any(s.top_p not in (None, 1.0) and not s.greedy for s in settings):
+        top_p = _column([2.0 if s.top_p in (None, 1.0) else s.top_p for s in settings], law)
+        law = law.where(law >= _nucleus_edge(law, top_p), 0.0)
+        law = law / law.sum(-1, keepdim=True)
+    if any(s.min_p and not s.greedy for s in settings):
+        floor = _column([s.min_p or 0.0 for s in settings], law) * law.amax(-1, keepdim=True)
+        law = law.where(law >= floor, 0.0)
+        law = law / law.sum(-1, keepdim=True)
+    return law
+
+
+def _nucleus_edge(law: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest probability inside the nucleus, [A, 1]; 0 where top_p is off (above 1)."""
+    width = min(1024, law.shape[-1])  # sorting all of a vocabulary costs more than a layer
+    while True:
+        largest = law.topk(width).values
+        mass_before = largest.cumsum(-1) - largest
+        inside = mass_before < top_p
+        if width == law.shape[-1] or not (inside.all(-1) & (top_p[:, 0] <= 1)).any():
+            edge = largest.where(inside, torch.inf).amin(-1, keepdim=True)
+            return edge.where(top_p <= 1, 0.0)
+        width = law.shape[-1]
+
+
+# -------------------------------------------------------------------------------- choosing
+
+
+def draw(logits: Tensor, contexts: Seq[Context]) -> tuple[Tensor, Tensor]:
+    """The target's own next tokens, a function of its law and the keyed noise alone.
+
+    [A, V] -> tokens [A], and [A] whether the logits allowed a choice at all.
+    """
+    if all(context.sequence.sampling.greedy for context in contexts):
+        best, argmax = processed(logits, contexts).max(-1)
+        return argmax, best.isfinite()
+    law = law_of(logits, contexts)
+    finite = law[:, 0].isfinite()
+    return race(law, [target_key(context) for context in contexts]), finite
+
+
+def logprobs_of(logits: Tensor, contexts: Seq[Context], tokens: Seq[int]) -> list[TokenLogprob]:
+    """Log-probabilities of chosen tokens, under the law they were drawn from.
+
+    A greedy choice has probability 1 by that law, which tells nothing: there, and only there,
+    the law before the argmax is shown (temperature 1, all processors). Raw: the model's own.
+    """
+    found = []
+    for row, context, token in zip(logits, contexts, tokens, strict=True):
+        sampling = context.sequence.sampling
+        if sampling.raw_logprobs:
+            logs = row.float().log_softmax(-1)
+        elif sampling.greedy:
+            logs = processed(row[None], [context])[0].log_softmax(-1)
+        else:
+            logs = law_of(row[None], [context])[0].log()
+        values, ids = logs.topk(min(sampling.logprobs or 0, logs.shape[-1]))
+        likely = zip(ids.tolist(), values.tolist(), strict=True)
+        top = {i: value for i, value in likely if value > -torch.inf}
+        found.append(TokenLogprob(token, float(logs[token]), top))
+    return found
+
+
+# ---------------------------------------------------------------------------- drafted draws
+
+
+class DraftDice:
+    """Draws for a sampling drafter, one depth a call, and keeps the record.
+
+    What was drawn becomes the draft, whatever the drafter does afterwards: dropping or changing
+    a token once it is known would bend the output. Where a token can be checked by equality (all
+    rows greedy, or replay), the draft shares the target's noise and needs no law: then the two
+    agree as often as one race over both laws lets them.
+    """
+
+    def __init__(
+        self, sequences: Seq[Sequence], rooms: Seq[int], vocabulary: int, exact: Exact
+    ) -> None:
+        self.sequences, self.rooms, self.vocabulary = sequences, rooms, vocabulary
+        self.by_law = exact == "law" and not all(s.sampling.greedy for s in sequences)
+        self.chains: list[list[int]] = [[] for _ in sequences]
+        self.laws: list[Tensor] = []
+        self._open = [room > 0 for room in rooms]
+        self._depth = 0
+
+    def draw(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+        wanted = rows.tolist() if rows is not None else [True] * len(self.sequences)
+        pairs = zip(self._open, wanted, self.rooms, strict=True)
+        self._open = [o and bool(w) and self._depth < room for o, w, room in pairs]
+        self._depth += 1
+        contexts = [
+            Context(s, tuple(chain)) for s, chain in zip(self.sequences, self.chains, strict=True)
+        ]
+        if self.by_law:
+            self.laws.append(law_of(self._fitted(logits), contexts))
+            keys = [step_key(Stream.DRAFT, context) for context in contexts]
+            tokens = race(self.laws[-1], keys)
+        else:
+            tokens, _ = draw(self._fitted(logits), contexts)
+        for chain, is_open, token in zip(self.chains, self._open, tokens.tolist(), strict=True):
+            if is_open:
+                chain.append(token)
+        return tokens
+
+    def _fitted(self, logits: Tensor) -> Tensor:
+        """To the target's vocabulary; what is not finite can only make the guess worse."""
+        extra = self.vocabulary - logits.shape[-1]
+        logits = logits.float() if logits.dtype != torch.float64 else logits
+        logits = logits[:, : self.vocabulary] if extra <= 0 else logits
+        floor = torch.finfo(logits.dtype).min / 4
+        logits = logits.nan_to_num(nan=floor, posinf=-floor, neginf=floor)
+        if extra > 0:
+            logits = torch.nn.functional.pad(logits, (0, extra), value=floor)
+        return logits
+
+    def draft(self) -> Draft | None:
+        """What has been drawn so far, or None if nothing was."""
+        if not any(self.chains):
+            return None
+        draft = Draft.chains([s.tokens[-1] for s in self.sequences], self.chains)
+        if not self.by_law:
+            return draft
+        width = draft.tokens.shape[1]
+        laws = [*self.laws[: width - 1], torch.zeros_like(self.laws[0])]  # no child of a leaf
+        return Draft(draft.tokens, draft.parents, draft.sizes, torch.stack(laws, dim=1))

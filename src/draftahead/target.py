@@ -1,0 +1,135 @@
+"""The target: scores whole drafts in one pass, keeps what was accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from draftahead import tree
+from draftahead.errors import ReplayUnsupportedError
+from draftahead.passes import CachedModel
+from draftahead.types import Batch, Draft, Exact, Scores, Sequence, Verdict
+
+MAX_NODES = 64  # of one row's draft, the root included
+REPLAY_ROWS = 8  # nodes of every replay pass, drafted or not
+REPLAY_CHUNK = 128
+
+
+class Target:
+    """A model under speculation. Row b of a batch lives in row b of the cache."""
+
+    def __init__(
+        self, model: Any, *, max_batch: int, max_context: int | None, exact: Exact
+    ) -> None:
+        self.replay = exact == "replay"
+        spare = REPLAY_CHUNK if self.replay else MAX_NODES
+        self.passes = CachedModel(
+            model, max_batch=max_batch, max_context=max_context, spare=spare
+        )
+        self._replay_lengths: set[int] = set()  # cache lengths that passed the self-test
+
+    @property
+    def max_nodes(self) -> int:
+        return REPLAY_ROWS if self.replay else MAX_NODES
+
+    @property
+    def max_context(self) -> int:
+        return self.passes.max_context
+
+    @property
+    def vocabulary(self) -> int:
+        return self.passes.vocabulary
+
+    def room(self, sequence: Sequence) -> int:
+        """How deep a draft may go before it leaves the context, or crosses longrope's switch."""
+        length, switch = len(sequence.tokens), self.passes.switch
+        room = self.max_context - length
+        if switch is not None and length <= switch:
+            room = min(room, switch - length)
+        return room
+
+    # ------------------------------------------------------------------------------ a step
+
+    def prefill(self, row: int, sequence: Sequence) -> int:
+        """All of the text but its last token, which is the root of the next step."""
+        tokens = sequence.tokens[:-1]
+        if not self.replay:
+            if not sequence.request.reuse:
+                self.passes.cache.contents[row].clear()
+            return self.passes.prefill(row, tokens)
+        live = self._replay_live(sequence)
+        self._self_test(row, live)
+        return self.passes.prefill(row, tokens, fixed=REPLAY_CHUNK, live=live)
+
+    def score(self, batch: Batch, draft: Draft) -> Scores:
+        """One pass over all nodes of all rows, but for replay and for rows rotated apart."""
+        self._rotate_crossed(batch)
+        parents = None if tree.is_chain(draft.parents) else draft.parents
+        rows = range(len(batch.sequences))
+        if self.replay:
+            # Each text in a pass of its own, always of one shape over the same slots: so a
+            # token's logits are the same bits as a root, as a guess, with mates or without.
+            width = draft.tokens.shape[1]
+            padded = F.pad(draft.tokens, (0, REPLAY_ROWS - width))
+            lives = [self._replay_live(sequence) for sequence in batch.sequences]
+            alone = [self.passes.run(padded[r : r + 1], first=r, live=lives[r]) for r in rows]
+            return Scores(torch.cat(alone)[:, :width])
+        if len({self.passes.cache.far[row] for row in rows}) > 1:
+            above = [None if parents is None else parents[r : r + 1] for r in rows]
+            run = self.passes.run
+            alone = [run(draft.tokens[r : r + 1], first=r, parents=above[r]) for r in rows]
+            return Scores(torch.cat(alone))
+        return Scores(self.passes.run(draft.tokens, parents=parents))
+
+    def _rotate_crossed(self, batch: Batch) -> None:
+        """A text that has just outgrown longrope's switch is rotated anew, as transformers does."""
+        if self.passes.switch is not None:
+            for row, sequence in enumerate(batch.sequences):
+                if self.passes.cache.far[row] != self.passes.is_far(len(sequence.tokens)):
+                    self.prefill(row, sequence)
+
+    def keep(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
+        tokens = draft.tokens.tolist()
+        for row in range(len(batch.sequences)):
+            path = verdict.paths[row]
+            self.passes.cache.keep(row, path, [tokens[row][node] for node in path])
+
+    # ---------------------------------------------------------------------------- replay
+
+    def _replay_live(self, sequence: Sequence) -> int:
+        """How many slots this request's passes read: a power of two that the request alone
+        decides, so that sums run over the same range from its first token to its last."""
+        most = len(sequence.request.prompt) + (sequence.sampling.max_tokens or 0)
+        needed = most + max(REPLAY_ROWS, REPLAY_CHUNK)
+        live = 256
+        while live < needed:
+            live *= 2
+        return min(live, self.passes.cache.length)
+
+    def _self_test(self, row: int, live: int) -> None:
+        """A token must get the same bits as the root of a pass and as any node of a chain."""
+        if live in self._replay_lengths:
+            return
+        generator = torch.Generator().manual_seed(live)
+        start = min(live // 2, self.max_context - REPLAY_ROWS)
+        shape = (start + REPLAY_ROWS,)
+        tokens = torch.randint(0, self.vocabulary, shape, generator=generator).tolist()
+        self.passes.prefill(row, tokens[:start], fixed=REPLAY_CHUNK, live=live)
+        chain = tokens[start:]
+        together = self.passes.run(torch.tensor([chain]), first=row, live=live)[0].clone()
+        for index, token in enumerate(chain):
+            garbage = torch.randint(0, self.vocabulary, (REPLAY_ROWS - 1,), generator=generator)
+            alone = torch.tensor([[token, *garbage.tolist()]])
+            logits = self.passes.run(alone, first=row, live=live)[0, 0]
+            if not torch.equal(logits, together[index]):
+                gap = float((logits - together[index]).abs().max())
+                raise ReplayUnsupportedError(
+                    f"exact='replay' does not hold on this machine: a token's logits change by "
+                    f"{gap:.1e} with its row in a pass of {REPLAY_ROWS} over {live} slots; "
+                    "use exact='law', or another dtype or device"
+                )
+            self.passes.cache.contents[row].append(token)
+        self.passes.cache.contents[row].clear()
+        self._replay_lengths.add(live)

@@ -1,0 +1,62 @@
+"""Ids to text as they come, and where a stop string cuts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+
+Decode = Callable[[Seq[int]], str]
+
+
+class TextTail:
+    """The text of a growing output, and the place in it where each token's text begins.
+
+    A token may hold part of a character only: its text appears with the token that completes it.
+    """
+
+    def __init__(self, decode: Decode, stops: Seq[str] = ()) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._longest_stop = max((len(stop) for stop in stops), default=0)
+        self.text = ""
+        self.starts: list[int] = []  # of each token, in characters
+        self._ids: list[int] = []
+        self._seen = 0  # tokens whose text is in self.text
+        self._context = 0  # decoding starts here: a word's first piece may depend on the one before
+
+    def push(self, token: int) -> None:
+        self._ids.append(token)
+        self.starts.append(len(self.text))
+        new = self._undecoded()
+        if new and not new.endswith("�"):
+            self._take(new)
+
+    def flush(self) -> None:
+        """The text has ended: what is still incomplete is shown as it is."""
+        self._take(self._undecoded())
+
+    def _undecoded(self) -> str:
+        known = self._decode(self._ids[self._context : self._seen])
+        return self._decode(self._ids[self._context :])[len(known) :]
+
+    def _take(self, new: str) -> None:
+        self.text += new
+        self._context, self._seen = self._seen, len(self._ids)
+
+    def find_stop(self) -> int | None:
+        """Where the first stop string begins, or None. Looks only at what is new."""
+        since = max(0, (self.starts[-1] if self.starts else 0) - self._longest_stop)
+        found = [at for stop in self._stops if (at := self.text.find(stop, since)) >= 0]
+        return min(found, default=None)
+
+    def settled(self) -> int:
+        """How many characters no stop string can take back any more."""
+        for start in range(max(0, len(self.text) - self._longest_stop), len(self.text)):
+            if any(stop.startswith(self.text[start:]) for stop in self._stops):
+                return start
+        return len(self.text)
+
+    def cut(self, at: int) -> int:
+        """Ends the text at a character. Returns how many tokens lie wholly before it: those
+        from the one in which the cut falls are no longer part of the output."""
+        self.text = self.text[:at]
+        begin = max((start for start in self.starts if start <= at), default=0)
+        return self.starts.index(begin) if self.starts else 0

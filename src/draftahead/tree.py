@@ -1,0 +1,39 @@
+"""Parents to depths, ancestors and children. A chain is a tree without branches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_chain(parents: Tensor) -> bool:
+    """Whether every row of parents [B, N] is -1, 0, 1, 2, ..."""
+    width = parents.shape[1]
+    return bool((parents == torch.arange(-1, width - 1, device=parents.device)).all())
+
+
+def depths(parents: list[int]) -> list[int]:
+    """Depth of every node below the root."""
+    found = [0] * len(parents)
+    for node in range(1, len(parents)):
+        found[node] = found[parents[node]] + 1
+    return found
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """[B, N] -> [B, N, N] bool: row n says which nodes lead to n, itself included."""
+    rows, width = parents.shape
+    seen = torch.eye(width, dtype=torch.bool, device=parents.device).repeat(rows, 1, 1)
+    # A parent stands before its children, so its own row is already complete.
+    for node in range(1, width):
+        above = seen.gather(1, parents[:, node].view(rows, 1, 1).expand(rows, 1, width))
+        seen[:, node] |= above[:, 0]
+    return seen
+
+
+def children(parents: list[int], size: int) -> list[list[int]]:
+    """For every node its children, in the order they were drafted."""
+    found: list[list[int]] = [[] for _ in range(size)]
+    for node in range(1, size):
+        found[parents[node]].append(node)
+    return found

@@ -1,0 +1,313 @@
+"""What flows through the engine. Every other file speaks in these words.
+
+Shapes: B rows of the batch, N nodes of a draft (node 0 is the root), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence as Seq
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from draftahead.errors import ConfigError, DraftaheadError
+
+if TYPE_CHECKING:
+    from draftahead.text import TextTail
+
+FinishReason = Literal["stop", "length", "error"]
+Exact = Literal["law", "replay"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to choose tokens. A field left at None follows the model's generation_config."""
+
+    temperature: float | None = None  # 0 is greedy: argmax, lowest id on ties
+    top_k: int | None = None  # 0 keeps all
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None  # over prompt and output
+    presence_penalty: float = 0.0  # over the output, as the next one
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Seq[str | Seq[int]] = ()  # text, or token ids, never to be written
+    min_tokens: int | None = None  # no end before so many tokens
+    max_tokens: int | None = None
+    stop: str | Seq[str] = ()
+    stop_token_ids: Seq[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int | None = None  # None: a fresh one, told in Completion.seed
+    logprobs: int | None = None  # how many of the likeliest tokens to tell; 0: the chosen one only
+    raw_logprobs: bool = False  # of the model's own law instead of the one sampled from
+    # transformers LogitsProcessors. They are called with the whole path of a node and must be
+    # stateless: drafted paths that are later rejected pass through them too.
+    processors: Seq[Any] = ()
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, says: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} must be {says}, not {getattr(self, name)!r}")
+
+        def within(value: float | None, low: float, high: float) -> bool:
+            return value is None or (math.isfinite(value) and low <= value <= high)
+
+        check(within(self.temperature, 0, 1e4), "temperature", "0 (greedy) or more")
+        check(within(self.top_k, 0, 2**31), "top_k", "0 (off) or more")
+        check(within(self.top_p, 0, 1) and self.top_p != 0, "top_p", "above 0 and at most 1")
+        check(within(self.min_p, 0, 1), "min_p", "between 0 and 1")
+        positive = within(self.repetition_penalty, 0, 1e4) and self.repetition_penalty != 0
+        check(positive, "repetition_penalty", "above 0")
+        check(within(self.presence_penalty, -100, 100), "presence_penalty", "finite")
+        check(within(self.frequency_penalty, -100, 100), "frequency_penalty", "finite")
+        check(within(self.max_tokens, 1, 2**31), "max_tokens", "1 or more")
+        check(within(self.min_tokens, 0, 2**31), "min_tokens", "0 or more")
+        if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            )
+        check(self.n >= 1, "n", "1 or more")
+        check(within(self.logprobs, 0, 2**31), "logprobs", "0 or more")
+        check(all(self.stops), "stop", "text that is not empty")
+        check(all(self.bad_words), "bad_words", "words that are not empty")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue. Its sampling has no unset field any more."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    reuse: bool = False  # start from keys and values that an idle row still holds
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end the text. They stay in token_ids; their text is not shown."""
+        ends = frozenset(self.sampling.stop_token_ids)
+        return ends if self.sampling.ignore_eos else ends | self.eos_token_ids
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of one sequence, or of several added up.
+
+    Seconds are wall time of the steps that the sequence took part in: batch mates share them.
+    """
+
+    prompt_tokens: int = 0
+    tokens: int = 0
+    steps: int = 0  # target passes
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)  # by depth, from depth 1
+    accepted_at: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0  # the target's pass, the acceptance rule, the cache
+    other_seconds: float = 0.0
+    reused_tokens: int = 0  # prompt tokens whose keys were still in the cache
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a target pass: the drafted ones it accepted and its own."""
+        return 1 + self.accepted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def seconds(self) -> float:
+        parts = (self.prefill_seconds, self.draft_seconds, self.verify_seconds, self.other_seconds)
+        return sum(parts)
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.seconds - self.prefill_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def count(self, drafted_depths: Seq[int], accepted: int) -> None:
+        """Takes note of one step: the depth of every drafted node, and how many were kept."""
+        self.steps += 1
+        self.drafted += len(drafted_depths)
+        self.accepted += accepted
+        deepest = max(drafted_depths, default=0)
+        for counts in (self.drafted_at, self.accepted_at):
+            counts.extend([0] * (deepest - len(counts)))
+        for depth in set(drafted_depths):
+            self.drafted_at[depth - 1] += 1
+        for depth in range(1, accepted + 1):
+            self.accepted_at[depth - 1] += 1
+
+    def add(self, other: Stats) -> None:
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, list):
+                width = max(len(mine), len(theirs))
+                pad = [[*counts, *[0] * (width - len(counts))] for counts in (mine, theirs)]
+                setattr(self, item.name, [a + b for a, b in zip(*pad, strict=True)])
+            else:
+                setattr(self, item.name, mine + theirs)
+
+    def as_dict(self) -> dict[str, Any]:
+        raw = {item.name: getattr(self, item.name) for item in fields(self)}
+        names = ("mean_acceptance_length", "acceptance_rate", "seconds", "tokens_per_second")
+        return raw | {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    top: dict[int, float]  # the likeliest tokens, the chosen one not always among them
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The host's state of one running text. `tokens[-1]` is the root of the next step."""
+
+    request: Request
+    id: int
+    sample: int  # which of the request's n
+    key: int  # of its noise: see sampling.py
+    tokens: list[int]  # prompt and output
+    tail: TextTail
+    drafted: list[bool] = field(default_factory=list)  # of each output token
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: FinishReason | None = None
+    error: DraftaheadError | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.request.sampling
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+
+class Dice(Protocol):
+    """Draws drafted tokens for a drafter, and keeps the record that the acceptance rule needs.
+
+    A drafter that samples does it here, never by itself: so the recorded law is the one drawn
+    from, and a broken drafter cannot bend the output.
+    """
+
+    def draw(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+        """One more token for each row: logits [B, V] -> tokens [B].
+
+        `rows` [B] bool says which rows go on; the others' chains end here. Decide that from
+        the logits, before the draw.
+        """
+
+
+@dataclass(frozen=True)
+class Batch:
+    sequences: tuple[Sequence, ...]
+    rooms: tuple[int, ...]  # how deep a draft of this row may be
+    dice: Dice
+
+    @property
+    def roots(self) -> list[int]:
+        return [sequence.tokens[-1] for sequence in self.sequences]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree of guesses a row. Node 0 is the root: the last agreed token."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64; parents[:, 0] is -1, a parent stands before its children
+    sizes: list[int]  # nodes of each row, the root included; the rest is padding
+    laws: Tensor | None = None  # [B, N, V]: what the children of a node were drawn from
+
+    @staticmethod
+    def chains(roots: Seq[int], guesses: Seq[Seq[int]]) -> Draft:
+        """A draft without branches: each row's guesses follow its root."""
+        width = 1 + max((len(row) for row in guesses), default=0)
+        rows = [
+            [root, *row] + [root] * (width - 1 - len(row))
+            for root, row in zip(roots, guesses, strict=True)
+        ]
+        parents = torch.arange(-1, width - 1).expand(len(rows), width)
+        return Draft(torch.tensor(rows), parents, [1 + len(row) for row in guesses])
+
+    @staticmethod
+    def trees(roots: Seq[int], trees: Seq[Seq[tuple[int, int]]]) -> Draft:
+        """A draft from (token, parent) pairs a row; parent 0 is the root, 1 the first pair."""
+        if all(parent == node for tree in trees for node, (_, parent) in enumerate(tree)):
+            return Draft.chains(roots, [[token for token, _ in tree] for tree in trees])
+        width = 1 + max((len(tree) for tree in trees), default=0)
+        tokens = torch.tensor([[root] * width for root in roots])
+        # Padding hangs below the root: no path leads there, and it costs no depth.
+        parents = torch.zeros(len(trees), width, dtype=torch.long)
+        parents[:, 0] = -1
+        for row, tree in enumerate(trees):
+            for node, (token, parent) in enumerate(tree, start=1):
+                tokens[row, node] = token
+                parents[row, node] = parent
+        return Draft(tokens, parents, [1 + len(tree) for tree in trees])
+
+
+@dataclass(frozen=True)
+class Scores:
+    logits: Tensor  # [B, N, V], of the target, for the token after each node
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """For each row: the kept nodes from the root down, and the tokens this step emits."""
+
+    paths: list[list[int]]  # [b] -> 0, then the accepted nodes
+    tokens: list[list[int]]  # [b] -> the accepted tokens, then the target's own
+    errors: dict[int, DraftaheadError] = field(default_factory=dict)  # by row: no tokens there
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished text."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None
+    stats: Stats
+    prompt_token_ids: list[int]
+    drafted: list[bool]  # which of token_ids a drafter guessed
+    seed: int
+    index: int = 0  # which prompt of the call
+    sample: int = 0  # which of the n samples of that prompt
+    error: DraftaheadError | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of a stream adds."""
+
+    text: str
+    token_ids: list[int]
+    drafted: list[bool]  # which of token_ids a drafter guessed
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,211 @@
+"""The acceptance rules: which drafted tokens stay, so that the target's law is kept exactly.
+
+p is the target's law and q the draft's, both after every processor. The rules are pure
+functions of (p, q, drafted tokens); chance enters only through `coin`, at the end.
+
+- match:    point-mass drafts. The target draws its own token at every node; descend while a
+            child holds it. Lossless for any tree, and for replay with keyed noise.
+- siblings: sampled children, tried in order against what is left of p, without replacement
+            (SpecInfer, arXiv 2305.09781; one child: Leviathan et al., arXiv 2211.17192).
+- block:    sampled chains as a whole (Sun et al., arXiv 2403.10444): keeps at least as much.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftahead import tree
+from draftahead.errors import DraftaheadError, NonFiniteLogitsError
+from draftahead.sampling import Context, Stream, draw, law_of, race, step_key, target_key, uniforms
+from draftahead.types import Batch, Draft, Scores, Verdict
+
+Rule = Literal["block", "token"]
+
+
+# ------------------------------------------------------------------------ the pure functions
+
+
+def accept_probability(p: Tensor, q: Tensor, token: int) -> Tensor:
+    """min(1, p/q) at one drafted token; 0 where the target never says it."""
+    return (p[..., token] / q[..., token]).nan_to_num(0.0).clamp(max=1.0)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """What is left of p once a token drawn from q was rejected: norm((p - q)+)."""
+    left = (p - q).clamp(min=0)
+    total = left.sum(-1, keepdim=True)
+    # Only rounding brings total to 0 here: p equals q, and nothing is ever rejected.
+    return torch.where(total > 0, left / total, p)
+
+
+def without(q: Tensor, token: int) -> Tensor:
+    """q for the next sibling: drawn without replacement."""
+    left = q.clone()
+    left[..., token] = 0
+    total = left.sum(-1, keepdim=True)
+    return torch.where(total > 0, left / total, left)
+
+
+def block_acceptance(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Block verification of chains x_1..x_γ, γ = lengths[b].
+
+    p [B, G+1, V]: p[:, i] is the law after x_i. q [B, G, V]: q[:, i] is the law x_{i+1} was
+    drawn from. Returns keep [B, G+1] and weight [B, G+1]: `keep[:, i]` is the chance that a
+    coin keeps x_1..x_i, and `weight[:, i]` the P_i that the residual after it needs.
+    """
+    rows, width = tokens.shape
+    weight = [p.new_ones(rows)]
+    keep = [p.new_ones(rows)]  # the empty prefix is always there to fall back on
+    for i in range(1, width + 1):
+        said = tokens[:, i - 1, None]
+        p_said = p[:, i - 1].gather(-1, said)[:, 0]
+        q_said = q[:, i - 1].gather(-1, said)[:, 0]
+        weight.append((weight[-1] * p_said / q_said).nan_to_num(0.0).clamp(max=1.0))
+        chance = weight[i]
+        if i < width:
+            excess = (weight[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1)
+            inner = excess / (excess + 1 - weight[i])
+            inner = torch.where((excess == 0) & (weight[i] == 1), 1.0, inner)
+            chance = torch.where(lengths == i, weight[i], inner)
+        keep.append(torch.where(lengths < i, 0.0, chance))
+    return torch.stack(keep, 1), torch.stack(weight, 1)
+
+
+def block_residual(p: Tensor, q: Tensor, weight: Tensor, is_end: Tensor) -> Tensor:
+    """The law of the token after the kept prefix: p itself where the whole chain was kept."""
+    return torch.where(is_end[:, None], p, residual(weight[:, None] * p, q))
+
+
+def coin(chance: Tensor, uniform: Tensor) -> Tensor:
+    """Strictly below: a chance of 0 never wins, whatever the coin shows."""
+    return uniform < chance
+
+
+# -------------------------------------------------------------------------- from law to verdict
+
+
+def verify(draft: Draft, scores: Scores, batch: Batch, rule: Rule = "block") -> Verdict:
+    """Which path of each row's tree agrees, and the target's own next token."""
+    if draft.laws is None:
+        return match(draft, scores, batch)
+    if rule == "block" and tree.is_chain(draft.parents):
+        return verify_block(draft, scores, batch)
+    return verify_siblings(draft, scores, batch)
+
+
+def match(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
+    """Point-mass drafts, all rows together, one level of the trees at a time."""
+    tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
+    known = [
+        {(parents[b][n], tokens[b][n]): n for n in range(size - 1, 0, -1)}
+        for b, size in enumerate(draft.sizes)
+    ]
+    verdict = _empty(batch)
+    active = list(range(len(batch.sequences)))
+    while active:
+        at = [verdict.paths[b][-1] for b in active]
+        contexts = [Context(batch.sequences[b], tuple(verdict.tokens[b])) for b in active]
+        chosen, finite = draw(scores.logits[active, at], contexts)
+        going = []
+        picks = zip(active, at, chosen.tolist(), finite.tolist(), strict=True)
+        for b, node, token, is_finite in picks:
+            if not is_finite:
+                verdict.errors[b] = _no_law()
+                continue
+            verdict.tokens[b].append(token)
+            if (child := known[b].get((node, token))) is not None:
+                verdict.paths[b].append(child)
+                going.append(b)
+        active = going
+    return verdict
+
+
+def verify_block(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
+    """Sampled chains by block verification."""
+    assert draft.laws is not None
+    rows, width = draft.tokens.shape
+    tokens = draft.tokens.tolist()
+    contexts = [
+        Context(sequence, tuple(tokens[b][1 : min(i + 1, draft.sizes[b])]))
+        for b, sequence in enumerate(batch.sequences)
+        for i in range(width)
+    ]
+    logits = scores.logits.reshape(rows * width, -1)
+    p = law_of(logits, contexts).view(rows, width, -1).to(torch.float64)
+    # A node whose own law is not finite can be reached, but nothing beyond it can.
+    finite = p[..., 0].isfinite().tolist()
+    lengths = [
+        next((i for i in range(size) if not finite[b][i]), size - 1)
+        for b, size in enumerate(draft.sizes)
+    ]
+    q = draft.laws[:, :-1].to(p)
+    ends = torch.tensor(lengths, device=p.device)
+    drafted = draft.tokens[:, 1:].to(p.device)
+    keep, weight = block_acceptance(p.nan_to_num(0.0), q, drafted, ends)
+    keys = [step_key(Stream.COIN, context) for context in contexts]
+    won = coin(keep, uniforms(keys, 1, p.device).view(rows, width))
+    index = torch.arange(width, device=p.device)
+    won[:, 0] = True  # the empty prefix needs no luck
+    kept = torch.where(won, index, 0).amax(-1)  # the LAST coin that wins decides
+    each = torch.arange(rows, device=p.device)
+    q_after = torch.cat([q, torch.zeros_like(q[:, :1])], 1)[each, kept]
+    law = block_residual(p[each, kept], q_after, weight[each, kept], kept == ends)
+    after = [contexts[b * width + k] for b, k in enumerate(kept.tolist())]
+    own = race(law, [target_key(context) for context in after]).tolist()
+    verdict = _empty(batch)
+    for b, k in enumerate(kept.tolist()):
+        verdict.paths[b].extend(range(1, k + 1))
+        verdict.tokens[b].extend(tokens[b][1 : k + 1])
+        if finite[b][k]:
+            verdict.tokens[b].append(own[b])
+        else:
+            verdict.errors[b] = _no_law()
+    return verdict
+
+
+def verify_siblings(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
+    """Sampled trees, node by node: every child against what its elder siblings left."""
+    assert draft.laws is not None
+    verdict = _empty(batch)
+    for b, sequence in enumerate(batch.sequences):
+        tokens, parents = draft.tokens[b].tolist(), draft.parents[b].tolist()
+        below = tree.children(parents, draft.sizes[b])
+        path, said = verdict.paths[b], verdict.tokens[b]
+        descending = True
+        while descending:
+            node, context = path[-1], Context(sequence, tuple(said))
+            p = law_of(scores.logits[b, node][None], [context])[0].to(torch.float64)
+            if not p[0].isfinite():
+                verdict.errors[b] = _no_law()
+                break
+            q = draft.laws[b, node].to(p)
+            key = step_key(Stream.COIN, context)
+            coins = uniforms([key], len(below[node]) + 1, p.device)[0]
+            descending = False
+            for flip, child in zip(coins, below[node], strict=False):
+                if coin(accept_probability(p, q, tokens[child]), flip):
+                    path.append(child)
+                    said.append(tokens[child])
+                    descending = True
+                    break
+                p, q = residual(p, q), without(q, tokens[child])
+            if not descending:
+                said.append(int(race(p[None], [target_key(context)])[0]))
+    return verdict
+
+
+def _empty(batch: Batch) -> Verdict:
+    errors: dict[int, DraftaheadError] = {}
+    return Verdict([[0] for _ in batch.sequences], [[] for _ in batch.sequences], errors)
+
+
+def _no_law() -> NonFiniteLogitsError:
+    return NonFiniteLogitsError(
+        "the target's logits allow no next token (NaN, infinite, or every token forbidden); "
+        "try dtype='float32', or check the logit bias, the bad words and the processors"
+    )
+
+
