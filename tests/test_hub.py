@@ -468,8 +468,9 @@ def test_unknown_names_give_the_nearest_alias_and_where_it_looked(
     ["", "./org/name", "../name", "a/b/c", "/nowhere/at/all", "~nobody-at-all/x", "x" * 5000, " "],
 )
 def test_names_that_can_be_nothing_are_refused_without_the_network(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tiny_folder)  # the empty name must not mean the folder we are in
     forbid_hub(monkeypatch)
     with pytest.raises(ModelNotFoundError):
         hub.load(name)

@@ -306,8 +306,8 @@ def terminal_report(console: Console | None = None) -> Iterator[Report]:
 
         def show(message: str, fraction: float | None = None) -> None:
             if fraction is not None and fraction >= 1:
-                console.print(message, markup=False, highlight=False)
                 progress.update(task, visible=False)
+                console.print(message, markup=False, highlight=False)
                 return
             total = None if fraction is None else 1.0
             progress.update(

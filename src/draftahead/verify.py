@@ -79,6 +79,12 @@ def block_residual(p: Tensor, q: Tensor, weight: Tensor, is_end: Tensor) -> Tens
     return torch.where(is_end[:, None], p, residual(weight[:, None] * p, q))
 
 
+def longest_kept(won: Tensor) -> Tensor:
+    """[B, G+1] coins -> [B]: the LAST prefix whose coin wins. The empty one needs no luck."""
+    index = torch.arange(won.shape[1], device=won.device)
+    return torch.where(won, index, 0).amax(-1)
+
+
 def coin(chance: Tensor, uniform: Tensor) -> Tensor:
     """Strictly below: a chance of 0 never wins, whatever the coin shows."""
     return uniform < chance
@@ -147,9 +153,7 @@ def verify_block(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
     keep, weight = block_acceptance(p.nan_to_num(0.0), q, drafted, ends)
     keys = [step_key(Stream.COIN, context) for context in contexts]
     won = coin(keep, uniforms(keys, 1, p.device).view(rows, width))
-    index = torch.arange(width, device=p.device)
-    won[:, 0] = True  # the empty prefix needs no luck
-    kept = torch.where(won, index, 0).amax(-1)  # the LAST coin that wins decides
+    kept = longest_kept(won)
     each = torch.arange(rows, device=p.device)
     q_after = torch.cat([q, torch.zeros_like(q[:, :1])], 1)[each, kept]
     law = block_residual(p[each, kept], q_after, weight[each, kept], kept == ends)

@@ -1,0 +1,177 @@
+"""The mutation gate: every known wrong rule must be caught by the enumeration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_rules import PLAIN, SETTINGS, sibling_trees
+from toy import World, add_step, distance, sequence_law
+
+from draftahead import sampling, verify
+from draftahead.sampling import Context
+from draftahead.types import Draft
+
+Patch = tuple[Any, str, Callable[..., Any]]
+CAUGHT = 1e-3  # total variation; a right rule stays under 1e-12
+
+
+def _unclipped(p: Any, q: Any, tokens: Any, lengths: Any) -> Any:
+    """P_i = P_{i-1} p/q without the min(1, .)."""
+    weight, keep = [p.new_ones(1)], [p.new_ones(1)]
+    for i in range(1, tokens.shape[1] + 1):
+        said = tokens[:, i - 1, None]
+        ratio = p[:, i - 1].gather(-1, said) / q[:, i - 1].gather(-1, said)
+        weight.append((weight[-1] * ratio[:, 0]).nan_to_num(0.0))
+        chance = weight[i]
+        if i < int(lengths):
+            excess = (weight[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1)
+            chance = (excess / (excess + 1 - weight[i])).nan_to_num(1.0)
+        keep.append(torch.where(lengths < i, 0.0, chance.clamp(0, 1)))
+    return torch.stack(keep, 1), torch.stack(weight, 1)
+
+
+def _interior_at_the_end(p: Any, q: Any, tokens: Any, lengths: Any) -> Any:
+    padded = torch.cat([q, q[:, -1:]], 1)
+    more = torch.cat([tokens, tokens[:, -1:]], 1)
+    longer = torch.cat([p, p[:, -1:]], 1)
+    keep, weight = REAL_ACCEPTANCE(longer, padded, more, lengths + 1)
+    return keep[:, :-1], weight[:, :-1]
+
+
+REAL_ACCEPTANCE = verify.block_acceptance
+REAL_LAW = sampling.law_of
+
+BLOCK_MUTANTS: dict[str, Patch] = {
+    "token residual in block verification": (
+        verify,
+        "block_residual",
+        lambda p, q, weight, end: torch.where(end[:, None], p, verify.residual(p, q)),
+    ),
+    "stops at the first failing coin": (
+        verify,
+        "longest_kept",
+        lambda won: (won[:, 1:].long().cumprod(1)).sum(1),
+    ),
+    "weights are not clipped": (verify, "block_acceptance", _unclipped),
+    "interior formula at the end": (verify, "block_acceptance", _interior_at_the_end),
+    "residual drawn from p": (verify, "residual", lambda p, q: p),
+    "residual at the end of the chain too": (
+        verify,
+        "block_residual",
+        lambda p, q, weight, end: verify.residual(weight[:, None] * p, torch.roll(p, 1, -1)),
+    ),
+}
+TOKEN_MUTANTS: dict[str, Patch] = {
+    "residual drawn from p": (verify, "residual", lambda p, q: p),
+    "accepts by the ratio turned round": (
+        verify,
+        "accept_probability",
+        lambda p, q, token: (q[..., token] / p[..., token]).nan_to_num(0.0).clamp(max=1.0),
+    ),
+    "accepts always": (verify, "accept_probability", lambda p, q, token: torch.ones(())),
+}
+SIBLING_MUTANTS: dict[str, Patch] = {
+    "siblings with replacement": (verify, "without", lambda q, token: q),
+    "younger siblings against p": (verify, "residual", lambda p, q: p),
+}
+
+
+def error(rule: verify.Rule, setting: str = "plain", **options: Any) -> float:
+    """The worst of a few worlds: a mutant may be harmless in one of them."""
+    found = []
+    for seed in (1, 3, 4):
+        world = World(seed, SETTINGS[setting])
+        found.append(distance(sequence_law(world, 3, rule, **options), world.text_law(4)))
+    return max(found)
+
+
+@pytest.mark.parametrize("name", BLOCK_MUTANTS)
+def test_block_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BLOCK_MUTANTS[name])
+    assert error("block") > CAUGHT
+
+
+@pytest.mark.parametrize("name", TOKEN_MUTANTS)
+def test_token_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*TOKEN_MUTANTS[name])
+    assert error("token") > CAUGHT
+
+
+@pytest.mark.parametrize("name", SIBLING_MUTANTS)
+def test_sibling_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*SIBLING_MUTANTS[name])
+    errors = []
+    for seed in (1, 4, 7):
+        world, found = World(seed, PLAIN), {}
+        for probability, draft in sibling_trees(world):
+            add_step(found, probability, draft, world, world.sequence(), "block", 3)
+        errors.append(distance(found, world.text_law(3)))
+    assert max(errors) > CAUGHT
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_top_one_treated_as_sampled_is_caught(rule: verify.Rule) -> None:
+    assert error(rule, chooser="argmax") > CAUGHT
+
+
+def _drop_unlikely(draft: Draft) -> Draft:
+    """Cuts the chain before the first token that its own law found unlikely."""
+    assert draft.laws is not None
+    size = draft.sizes[0]
+    for node in range(1, size):
+        if draft.laws[0, node - 1, draft.tokens[0, node]] < 0.4:
+            size = node
+            break
+    return Draft(draft.tokens, draft.parents, [size], draft.laws)
+
+
+def _laws_one_row_off(draft: Draft) -> Draft:
+    assert draft.laws is not None
+    return Draft(draft.tokens, draft.parents, draft.sizes, draft.laws.roll(1, 1))
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("mangle", [_drop_unlikely, _laws_one_row_off])
+def test_mangled_draft_is_caught(rule: verify.Rule, mangle: Callable[[Draft], Draft]) -> None:
+    assert error(rule, mangle=mangle) > CAUGHT
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_penalties_from_the_prefix_alone_are_caught(
+    rule: verify.Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node's own path must count, not only the text before the draft."""
+
+    def blind(logits: torch.Tensor, contexts: list[Context]) -> torch.Tensor:
+        return REAL_LAW(logits, [Context(context.sequence) for context in contexts])
+
+    monkeypatch.setattr(verify, "law_of", blind)
+    assert error(rule, "penalties") > CAUGHT
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_bonus_token_without_processors_is_caught(
+    rule: verify.Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bare_after_drafts(logits: torch.Tensor, contexts: list[Context]) -> torch.Tensor:
+        laws = REAL_LAW(logits, contexts)
+        bare = logits.softmax(-1)
+        deep = torch.tensor([[len(context.path) == 3] for context in contexts])
+        return torch.where(deep, bare, laws)
+
+    monkeypatch.setattr(verify, "law_of", bare_after_drafts)
+    assert error(rule, "penalties") > CAUGHT
+
+
+def impossible_token_accepted() -> bool:
+    """Whether a coin of exactly 0 lets a token through that the target never says."""
+    return bool(verify.coin(torch.zeros(()), torch.zeros(())))
+
+
+def test_coin_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not impossible_token_accepted()
+    monkeypatch.setattr(verify, "coin", lambda chance, uniform: uniform <= chance)
+    assert impossible_token_accepted()

@@ -1,0 +1,131 @@
+"""Every acceptance rule, enumerated: the law of the text is the target's own, exactly."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from toy import END, VOCABULARY, World, add_step, distance, sequence_law
+
+from draftahead import verify
+from draftahead.sampling import Context, DraftDice
+from draftahead.types import Batch, Draft, Sampling, Scores
+
+PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+SETTINGS = {
+    "plain": PLAIN,
+    "penalties": Sampling(
+        temperature=0.8,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.7,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        min_tokens=2,
+    ),
+    "truncated": Sampling(temperature=1.3, top_k=3, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_sampled_chain_keeps_the_law(rule: verify.Rule, setting: str, seed: int) -> None:
+    world = World(seed, SETTINGS[setting])
+    plain = world.text_law(4)
+    assert abs(sum(plain.values()) - 1) < 1e-12
+    assert any(text[-1] == END and len(text) < 4 for text in plain)  # END is in play
+    assert distance(sequence_law(world, 3, rule), plain) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_equal_laws_accept_everything(rule: verify.Rule) -> None:
+    world = World(3, PLAIN, drafter_equals_target=True)
+    assert distance(sequence_law(world, 2, rule), world.text_law(3)) < 1e-12
+
+
+def test_block_keeps_at_least_as_much_as_token() -> None:
+    from toy import drafts, verdicts
+
+    better = 0
+    for seed in range(6):
+        world, mean = World(seed, PLAIN), {}
+        for rule in ("block", "token"):
+            mean[rule] = sum(
+                probability * chance * len(accepted)
+                for probability, draft, sequence in drafts(world, 3)
+                for chance, accepted, _ in verdicts(draft, world, sequence, rule)
+            )
+        assert mean["block"] >= mean["token"] - 1e-12
+        better += mean["block"] > mean["token"] + 1e-3
+    assert better  # and somewhere really more
+
+
+def sibling_trees(world: World) -> list[tuple[float, Draft]]:
+    """Two children of the root drawn without replacement, one child below each."""
+    prompt, found = world.prompt, []
+
+    def law(path: tuple[int, ...]) -> torch.Tensor:
+        return world.logits("drafter", prompt + path).softmax(-1)
+
+    for a, b, below_a, below_b in itertools.product(range(VOCABULARY), repeat=4):
+        root, after_a, after_b = law(()), law((a,)), law((b,))
+        left = 1 - root[a]
+        if a == b or root[a] == 0 or left <= 0:
+            continue
+        chance = root[a] * root[b] / left * after_a[below_a] * after_b[below_b]
+        if chance > 0:
+            pairs = [(a, 0), (b, 0), (below_a, 1), (below_b, 2)]
+            laws = torch.stack([root, after_a, after_b, root * 0, root * 0])[None]
+            tree = Draft.trees([prompt[-1]], [pairs])
+            found.append((float(chance), Draft(tree.tokens, tree.parents, tree.sizes, laws)))
+    return found
+
+
+@pytest.mark.parametrize("seed", [1, 4, 7])
+def test_sampled_siblings_keep_the_law(seed: int) -> None:
+    world = World(seed, PLAIN)
+    trees = sibling_trees(world)
+    assert abs(sum(p for p, _ in trees) - 1) < 1e-12
+    found: dict[tuple[int, ...], float] = {}
+    for probability, draft in trees:
+        add_step(found, probability, draft, world, world.sequence(), "block", 3)
+    assert distance(found, world.text_law(3)) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_point_mass_tree_follows_the_targets_own_draws(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the target says next, the verdict says just that, as deep as the tree agrees."""
+    world = World(seed, PLAIN)
+    sequence = world.sequence()
+    generator = torch.Generator().manual_seed(seed)
+    pairs: list[tuple[int, int]] = []
+    for node in range(1, 8):
+        parent = int(torch.randint(0, node, (1,), generator=generator))
+        pairs.append((int(torch.randint(0, VOCABULARY, (1,), generator=generator)), parent))
+    draft = Draft.trees([world.prompt[-1]], [pairs])
+    nodes = {(): 0}
+    paths: list[tuple[int, ...]] = [()]
+    for node, (token, parent) in enumerate(pairs, start=1):
+        paths.append((*paths[parent], token))
+        nodes.setdefault(paths[-1], node)
+    batch = Batch((sequence,), (8,), DraftDice([sequence], [0], VOCABULARY, "law"))
+    scores = Scores(torch.zeros(1, 8, VOCABULARY))
+    for text in itertools.product(range(VOCABULARY), repeat=5):
+
+        def says(
+            logits: torch.Tensor, contexts: list[Context], text: tuple[int, ...] = text
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            said = (*text, 0, 0, 0, 0)[len(contexts[0].path)]
+            return torch.tensor([said]), torch.tensor([True])
+
+        monkeypatch.setattr(verify, "draw", says)
+        verdict = verify.verify(draft, scores, batch)
+        whole = (*text, 0, 0, 0, 0)
+        agreeing = next(d for d in range(9) if whole[: d + 1] not in nodes)
+        assert verdict.tokens[0] == list(whole[: agreeing + 1])
+        assert paths[verdict.paths[0][-1]] == whole[:agreeing]

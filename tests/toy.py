@@ -1,0 +1,203 @@
+"""A world of four tokens in which every law can be enumerated.
+
+The real DraftDice and the real verify run here; only chance is taken out of their hands. A draw
+is replaced by all its outcomes, each with its probability, and so is a coin. What comes out is
+the exact law of the text, to be compared with the target's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from draftahead import sampling, verify
+from draftahead.sampling import Context, DraftDice
+from draftahead.text import TextTail
+from draftahead.types import Batch, Draft, Request, Sampling, Scores, Sequence, Verdict
+
+VOCABULARY = 4
+END = 3
+Law = dict[tuple[int, ...], float]
+
+
+@dataclass(frozen=True)
+class World:
+    """A target and a drafter whose logits depend on the whole prefix, zeros included."""
+
+    seed: int
+    sampling: Sampling
+    prompt: tuple[int, ...] = (0, 1)
+    drafter_equals_target: bool = False
+
+    @functools.cache  # noqa: B019
+    def logits(self, who: str, prefix: tuple[int, ...]) -> torch.Tensor:
+        if self.drafter_equals_target:
+            who = "target"
+        key = sampling.hash_key(self.seed, len(who), *prefix)
+        generator = torch.Generator().manual_seed(key)
+        values = 2.0 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+        # One or two impossible tokens, others for the drafter than for the target.
+        banned = torch.randperm(VOCABULARY, generator=generator)[: 1 + key % 2]
+        return values.index_fill(0, banned, -torch.inf)
+
+    def sequence(self) -> Sequence:
+        request = Request(self.prompt, self.sampling, seed=0, eos_token_ids=frozenset({END}))
+        tail = TextTail(lambda ids: "")
+        return Sequence(request, 0, 0, 0, list(self.prompt), tail)
+
+    @functools.cache  # noqa: B019
+    def law(self, path: tuple[int, ...]) -> torch.Tensor:
+        """The target's own law after the prompt and a path."""
+        context = Context(self.sequence(), path)
+        return sampling.law_of(self.logits("target", self.prompt + path)[None], [context])[0]
+
+    def text_law(self, length: int) -> Law:
+        """Of plain decoding: all texts of `length` tokens, shorter ones where END comes."""
+        found: Law = {}
+        for text in itertools.product(range(VOCABULARY), repeat=length):
+            probability, said = 1.0, 0
+            for said, token in enumerate(text, start=1):
+                probability *= float(self.law(text[: said - 1])[token])
+                if token == END:
+                    break
+            found[text[:said]] = probability  # the same for all that continue an ended text
+        return {text: p for text, p in found.items() if p > 0}
+
+
+@contextmanager
+def scripted(script: list[Any], record: list[tuple[str, torch.Tensor]]) -> Iterator[None]:
+    """Coins fall as the script says; what each one's chance was is recorded, and the law of the
+    final draw too."""
+    bits = iter(script)
+
+    def coin(chance: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        record.append(("coin", chance.detach().clone()))
+        flat = [next(bits) for _ in range(chance.numel())]
+        return torch.tensor(flat).view(chance.shape)
+
+    def race(law: torch.Tensor, keys: list[int]) -> torch.Tensor:
+        record.append(("draw", law.detach().clone()))
+        return torch.zeros(len(law), dtype=torch.long)
+
+    with mock.patch.object(verify, "coin", coin), mock.patch.object(verify, "race", race):
+        yield
+
+
+def verdicts(
+    draft: Draft, world: World, sequence: Sequence, rule: verify.Rule
+) -> Iterator[tuple[float, list[int], torch.Tensor]]:
+    """Every way the coins can fall: probability, accepted tokens, law of the own token."""
+    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(tokens)):
+        paths.append((*paths[parents[node]], tokens[node]))
+    logits = torch.stack([world.logits("target", world.prompt + path) for path in paths])[None]
+    batch = Batch((sequence,), (len(tokens),), DraftDice([sequence], [0], VOCABULARY, "law"))
+    pending: list[list[bool]] = [[]]
+    while pending:
+        script = pending.pop()
+        record: list[tuple[str, torch.Tensor]] = []
+        try:
+            with scripted(script, record):
+                verdict: Verdict = verify.verify(draft, Scores(logits), batch, rule)
+        except (StopIteration, RuntimeError) as more:
+            if not isinstance(more, StopIteration) and "StopIteration" not in str(more):
+                raise
+            pending += [[*script, False], [*script, True]]
+            continue
+        probability = 1.0
+        chances = [c for kind, t in record if kind == "coin" for c in t.flatten().tolist()]
+        for bit, chance in zip(script, chances, strict=True):
+            probability *= chance if bit else 1 - chance
+        own = [law for kind, law in record if kind == "draw"][-1][0]
+        if probability:
+            yield probability, verdict.tokens[0][:-1], own
+
+
+Mangle = Callable[[Draft], Draft]
+
+
+def drafts(
+    world: World, depth: int, chooser: str = "sampled"
+) -> Iterator[tuple[float, Draft, Sequence]]:
+    """Every chain the real dice can draw, with its probability. A chain ends with END."""
+    for forced in itertools.product(range(VOCABULARY), repeat=depth):
+        sequence = world.sequence()
+        dice = DraftDice([sequence], [depth], VOCABULARY, "law")
+        probability = 1.0
+        for index in range(depth):
+            path = tuple(dice.chains[0])
+            going = torch.tensor([END not in path])
+            logits = world.logits("drafter", world.prompt + path)[None]
+            with mock.patch.object(sampling, "race", lambda law, keys, t=forced[index]: torch.tensor([t])):
+                dice.draw(logits, going)
+            if not going:
+                # The rest of the chain was never drawn: count this draft once only.
+                probability *= float(forced[index] == 0)
+                continue
+            law = dice.laws[-1][0]
+            if chooser == "argmax":
+                probability *= float(int(law.argmax()) == forced[index])
+            else:
+                probability *= float(law[forced[index]])
+        if probability:
+            draft = dice.draft()
+            assert draft is not None
+            yield probability, draft, sequence
+
+
+def sequence_law(
+    world: World,
+    depth: int,
+    rule: verify.Rule,
+    *,
+    chooser: str = "sampled",
+    mangle: Mangle | None = None,
+) -> Law:
+    """The exact law of the first depth + 1 tokens: one drafted step, then plain decoding."""
+    found: Law = {}
+    for probability, drawn, sequence in drafts(world, depth, chooser):
+        draft = mangle(drawn) if mangle else drawn
+        add_step(found, probability, draft, world, sequence, rule, depth + 1)
+    return {text: p for text, p in found.items() if p > 1e-15}
+
+
+def add_step(
+    found: Law,
+    probability: float,
+    draft: Draft,
+    world: World,
+    sequence: Sequence,
+    rule: verify.Rule,
+    length: int,
+) -> None:
+    for chance, accepted, own in verdicts(draft, world, sequence, rule):
+        for token in range(VOCABULARY):
+            weight = probability * chance * float(own[token] / own.sum())
+            if weight:
+                _finish(found, weight, (*accepted, token), world, length)
+
+
+def _finish(found: Law, weight: float, text: tuple[int, ...], world: World, length: int) -> None:
+    """Goes on plainly to `length` tokens; an END inside what was emitted cuts it."""
+    if END in text:
+        text = text[: text.index(END) + 1]
+        found[text] = found.get(text, 0.0) + weight
+    elif len(text) == length:
+        found[text] = found.get(text, 0.0) + weight
+    else:
+        for token, chance in enumerate(world.law(text).tolist()):
+            if chance:
+                _finish(found, weight * chance, (*text, token), world, length)
+
+
+def distance(one: Law, other: Law) -> float:
+    """Total variation."""
+    return sum(abs(one.get(t, 0.0) - other.get(t, 0.0)) for t in one.keys() | other.keys()) / 2
