@@ -1,0 +1,92 @@
+"""Drafters for tests: every registered one, and some that no one should write."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import zoo
+
+from draftahead import Batch, Draft, Drafter, drafters
+
+
+class Garbage(Drafter):
+    """Random chains of random length."""
+
+    def __init__(self, vocabulary: int = zoo.VOCABULARY) -> None:
+        self.random = random.Random(0)
+        self.vocabulary = vocabulary
+
+    def propose(self, batch: Batch) -> Draft | None:
+        rows = [
+            [self.random.randrange(self.vocabulary) for _ in range(self.random.randrange(9))]
+            for _ in batch.sequences
+        ]
+        return Draft.chains(batch.roots, rows)
+
+
+class GarbageTree(Garbage):
+    """Random trees, of another shape in every row."""
+
+    def propose(self, batch: Batch) -> Draft | None:
+        trees = [
+            [
+                (self.random.randrange(self.vocabulary), self.random.randrange(node + 1))
+                for node in range(self.random.randrange(12))
+            ]
+            for _ in batch.sequences
+        ]
+        return Draft.trees(batch.roots, trees)
+
+
+class Clairvoyant(Drafter):
+    """Knows the answers, and hides each in a bushy tree of wrong guesses: paths that are
+    accepted deep down, out of the order of slots."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        self.answers = answers
+        self.random = random.Random(1)
+
+    def propose(self, batch: Batch) -> Draft | None:
+        trees = []
+        for sequence in batch.sequences:
+            answer = self.answers[sequence.request.prompt][sequence.generated :][:4]
+            tree: list[tuple[int, int]] = []
+            at = 0
+            for token in answer:
+                for _ in range(self.random.randrange(3)):
+                    tree.append(((token + 1 + self.random.randrange(5)) % zoo.VOCABULARY, at))
+                tree.append((token, at))
+                at = len(tree)
+            trees.append(tree)
+        return Draft.trees(batch.roots, trees)
+
+
+# How each registered drafter is made for a tiny target. A new one must be added here.
+REGISTERED: dict[str, Callable[[Any], Any]] = {
+    "none": lambda target: "none",
+    "lookup": lambda target: {"method": "lookup", "prompt_lookup_min": 1},
+    # A draft of the same family but other weights, and one that is the target itself.
+    "draft_model": lambda target: {
+        "method": "draft_model",
+        "model": zoo.tiny("llama", dtype=target.dtype, seed=1),
+        "num_speculative_tokens": 4,
+    },
+}
+SPECIAL: dict[str, Callable[[Any], Any]] = {
+    "garbage": lambda target: Garbage(),
+    "garbage_tree": lambda target: GarbageTree(),
+    "draft_model_self": lambda target: {
+        "method": "draft_model",
+        "model": target,
+        "num_speculative_tokens": 6,
+    },
+}
+ALL = {**REGISTERED, **SPECIAL}
+
+
+def registered_names() -> list[str]:
+    return drafters.names()
+
+
