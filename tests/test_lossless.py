@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from drafted import ALL, REGISTERED, Clairvoyant, registered_names
 
+import zoo
 from draftahead import LLM, Completion, Sampling
+from drafted import ALL, REGISTERED, Clairvoyant, registered_names
 
 GREEDY = Sampling(temperature=0, max_tokens=40)
 WARM = Sampling(temperature=0.9, top_k=40, top_p=0.95, max_tokens=40, seed=11)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_rules import PLAIN, SETTINGS, sibling_trees
-from toy import World, add_step, distance, sequence_law
 
 from draftahead import sampling, verify
 from draftahead.sampling import Context
 from draftahead.types import Draft
+from test_rules import PLAIN, SETTINGS, sibling_trees
+from toy import World, add_step, distance, sequence_law
 
 Patch = tuple[Any, str, Callable[..., Any]]
 CAUGHT = 1e-3  # total variation; a right rule stays under 1e-12

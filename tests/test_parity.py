@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-import zoo
 from packaging.version import Version
 
+import zoo
 from draftahead import LLM, Sampling
 from draftahead.errors import UnsupportedModelError
 from draftahead.passes import TESTED

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from toy import END, VOCABULARY, World, add_step, distance, sequence_law
 
 from draftahead import verify
 from draftahead.sampling import Context, DraftDice
 from draftahead.types import Batch, Draft, Sampling, Scores
+from toy import END, VOCABULARY, World, add_step, distance, sequence_law
 
 PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 SETTINGS = {

@@ -136,7 +136,9 @@ def drafts(
             path = tuple(dice.chains[0])
             going = torch.tensor([END not in path])
             logits = world.logits("drafter", world.prompt + path)[None]
-            with mock.patch.object(sampling, "race", lambda law, keys, t=forced[index]: torch.tensor([t])):
+            with mock.patch.object(
+                sampling, "race", lambda law, keys, t=forced[index]: torch.tensor([t])
+            ):
                 dice.draw(logits, going)
             if not going:
                 # The rest of the chain was never drawn: count this draft once only.

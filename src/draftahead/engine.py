@@ -207,7 +207,9 @@ def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
     """Refuses a draft that is no tree of known tokens over this batch's roots."""
     rows = len(batch.sequences)
     if draft.tokens.ndim != 2 or draft.tokens.shape != draft.parents.shape:
-        raise ValueError(f"tokens {draft.tokens.shape} and parents {draft.parents.shape} must match")
+        raise ValueError(
+            f"tokens {draft.tokens.shape} and parents {draft.parents.shape} must match"
+        )
     if len(draft.tokens) != rows or len(draft.sizes) != rows:
         raise ValueError(f"a draft of {len(draft.tokens)} rows for a batch of {rows}")
     if draft.tokens.is_floating_point() or draft.parents.is_floating_point():

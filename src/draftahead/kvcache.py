@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -166,7 +167,7 @@ def _check_memory(needed: int, rows: int, length: int, device: torch.device) -> 
     free = free_memory(device)
     if free is not None and needed > free:
         raise CacheMemoryError(
-            f"the key-value cache needs {needed / 2**30:.1f} GiB for {rows} rows of {length} tokens "
+            f"the key-value cache needs {needed / 2**30:.1f} GiB ({rows} rows of {length} tokens) "
             f"but {free / 2**30:.1f} GiB are free on {device}: "
             f"lower max_batch (now {rows}) or max_context (now {length}), or use a smaller dtype"
         )
@@ -179,11 +180,5 @@ def free_memory(device: torch.device) -> int | None:
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + idle
     if device.type == "cpu":
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                for line in lines:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except (OSError, ValueError, IndexError):
-            return None
+        return int(psutil.virtual_memory().available)
     return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +84,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Seq[Prompt],
+        prompts: str | Seq[int] | Seq[Prompt],
         sampling: Sampling | Seq[Sampling] | None = None,
         *,
         errors: Literal["raise", "return"] = "raise",
@@ -92,9 +93,9 @@ class LLM:
         order. A request that fails does not stop the others: its error is raised at the end,
         with all `completions` on it, or returned in its Completion with errors="return".
         """
-        asked: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        asked: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if asked and isinstance(asked[0], int):
-            asked = [prompts]  # one prompt, as ids
+            asked = [asked]  # one prompt, as ids
         settings = [sampling] * len(asked) if not isinstance(sampling, Seq) else list(sampling)
         if len(settings) != len(asked):
             raise ConfigError(f"{len(settings)} samplings for {len(asked)} prompts")
@@ -126,7 +127,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, Completion]:
         """Yields the text as it settles. The generator's value (`yield from`) is the Completion.
 
         `reuse` starts from the keys that an earlier stream left in the cache, as far as the
@@ -148,7 +149,7 @@ class LLM:
             self.engine.release(sequence)
         if sequence.error is not None:
             raise sequence.error
-        return self._completion(0, sequence)  # noqa: B901
+        return self._completion(0, sequence)
 
     # ----------------------------------------------------------------------- requests, checked
 

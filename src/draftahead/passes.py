@@ -9,7 +9,8 @@ project has not tested is compared with its own forward once, at load.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +24,9 @@ from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
 
 # Held to transformers' own generate, token by token, in tests/test_parity.py.
 TESTED = frozenset(
-    "llama mistral qwen2 qwen3 gemma2 gemma3_text phi3 phi gpt2 gpt_neox gptj opt olmo2 olmo3 cohere2 "
-    "starcoder2 stablelm granite glm4 smollm3 mixtral qwen3_moe gpt_oss deepseek_v3 falcon".split()
+    {"cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
+    | {"gpt_oss", "gptj", "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt"}
+    | {"phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
 )
 PREFILL_CHUNK = 512
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
@@ -33,9 +35,7 @@ _LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 class CachedModel:
     """A model and its cache."""
 
-    def __init__(
-        self, model: Any, *, max_batch: int, max_context: int | None, spare: int
-    ) -> None:
+    def __init__(self, model: Any, *, max_batch: int, max_context: int | None, spare: int) -> None:
         """`spare`: slots behind the context for nodes that are scored and not kept."""
         _refuse_unsupported(model)
         self.model = model
@@ -99,7 +99,7 @@ class CachedModel:
         # Padding may stand behind the last position there is; nobody reads it.
         positions = (lengths[:, None] + depths).clamp(max=self._last_position(first))
         if beacon:
-            positions[:, -1] = self.switch
+            positions[:, -1] = self.switch or 0
         window = CacheWindow(self.cache, first, slots, live)
         logits = self._forward(tokens, positions, mask, window, last_only)
         return logits[:, :-1] if beacon and not last_only else logits

@@ -7,6 +7,7 @@ argmin E/p, which is the Gumbel-max draw argmax(log p + g) with one logarithm le
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -118,14 +119,12 @@ def _processed_row(logits: Tensor, context: Context) -> Tensor:
         logits[token] += bias
     text = [*sequence.tokens, *path]
     if s.repetition_penalty not in (None, 1.0):
-        seen = torch.tensor(text, device=logits.device).unique()
-        values = logits[seen]
-        scaled = torch.where(values < 0, values * s.repetition_penalty, values / s.repetition_penalty)
-        logits[seen] = scaled
+        seen = torch.tensor(sorted(set(text)), device=logits.device)
+        values, penalty = logits[seen], s.repetition_penalty
+        logits[seen] = torch.where(values < 0, values * penalty, values / penalty)
     if s.presence_penalty or s.frequency_penalty:
-        output = torch.tensor(text[len(request.prompt) :], dtype=torch.long, device=logits.device)
-        ids, counts = output.unique(return_counts=True)
-        logits[ids] -= s.presence_penalty + s.frequency_penalty * counts.to(logits.dtype)
+        for token, count in Counter(text[len(request.prompt) :]).items():
+            logits[token] -= s.presence_penalty + s.frequency_penalty * count
     for *before, last in request.bad_word_ids:
         if not before or text[-len(before) :] == before:
             logits[last] = -torch.inf

@@ -25,9 +25,7 @@ class Target:
     ) -> None:
         self.replay = exact == "replay"
         spare = REPLAY_CHUNK if self.replay else MAX_NODES
-        self.passes = CachedModel(
-            model, max_batch=max_batch, max_context=max_context, spare=spare
-        )
+        self.passes = CachedModel(model, max_batch=max_batch, max_context=max_context, spare=spare)
         self._replay_lengths: set[int] = set()  # cache lengths that passed the self-test
 
     @property

@@ -6,7 +6,8 @@ Shapes: B rows of the batch, N nodes of a draft (node 0 is the root), V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 

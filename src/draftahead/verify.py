@@ -49,7 +49,9 @@ def without(q: Tensor, token: int) -> Tensor:
     return torch.where(total > 0, left / total, left)
 
 
-def block_acceptance(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def block_acceptance(
+    p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
     """Block verification of chains x_1..x_γ, γ = lengths[b].
 
     p [B, G+1, V]: p[:, i] is the law after x_i. q [B, G, V]: q[:, i] is the law x_{i+1} was
@@ -211,5 +213,3 @@ def _no_law() -> NonFiniteLogitsError:
         "the target's logits allow no next token (NaN, infinite, or every token forbidden); "
         "try dtype='float32', or check the logit bias, the bad words and the processors"
     )
-
-

@@ -86,7 +86,9 @@ def build(wanted: str | Mapping[str, Any] | Drafter, setting: Setting) -> Drafte
     # vLLM lets a configuration with a model leave its method out.
     name = options.pop("method", "draft_model" if "model" in options else None)
     if name is None:
-        raise ConfigError(f"the drafter's configuration needs 'method' (one of {', '.join(names())})")
+        raise ConfigError(
+            f"the drafter's configuration needs 'method' (one of {', '.join(names())})"
+        )
     maker = _REGISTRY.get(_SYNONYMS.get(name, name))
     if maker is None:
         raise UnknownDrafterError(f"no drafter {name!r}{nearest(name, [*_REGISTRY, *_SYNONYMS])}")

@@ -97,9 +97,9 @@ def check_vocabulary(setting: Setting, tokenizer: Any, size: int) -> None:
         for token in target.keys() | draft.keys()
         if target.get(token) != draft.get(token)
     )
-    number, token = differing[0]
+    token = differing[0][1]
     raise VocabularyMismatchError(
         f"the draft model's vocabulary differs from the target's in {len(differing)} tokens "
-        f"(first {token!r}: id {target.get(token)} in the target, {draft.get(token)} in the draft); "
+        f"(first {token!r}: id {target.get(token)} there, {draft.get(token)} in the draft); "
         "use a draft model with the same tokenizer"
     )

@@ -15,19 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftahead.embedded import (
-    ALIASES,
-    Alias,
-    Report,
-    cache_root,
-    ensure,
-    gguf_path,
-    is_complete,
-    load_gguf_model,
-    model_path,
-    quiet_transformers,
-    silent,
-)
 from draftahead.errors import (
     ConfigError,
     DraftaheadError,
@@ -35,10 +22,20 @@ from draftahead.errors import (
     UnsupportedModelError,
     nearest,
 )
+from draftahead.hub.embedded import (
+    ALIASES,
+    Alias,
+    cache_root,
+    ensure,
+    gguf_path,
+    is_complete,
+    model_path,
+)
+from draftahead.hub.gguf import load_gguf_model, quiet_transformers
+from draftahead.hub.report import Report, silent, terminal_report
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
@@ -285,33 +282,3 @@ def _explain_missing(model: str, error: OSError) -> str:
     if "use_safetensors" in str(error):
         return f"{model} {HOW_TO_CONVERT}"
     return f"cannot load {model}: {_first_line(error)}"
-
-
-@contextmanager
-def terminal_report(console: Console | None = None) -> Iterator[Report]:
-    """A report drawn on stderr, or nothing at all where stderr is no terminal.
-
-    The step under way is drawn in place; a finished one (fraction 1) leaves its line.
-    """
-    from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-
-    console = console or RichConsole(stderr=True)
-    if not console.is_terminal:
-        yield silent
-        return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None, visible=False)
-
-        def show(message: str, fraction: float | None = None) -> None:
-            if fraction is not None and fraction >= 1:
-                progress.update(task, visible=False)
-                console.print(message, markup=False, highlight=False)
-                return
-            total = None if fraction is None else 1.0
-            progress.update(
-                task, description=message, total=total, completed=fraction or 0.0, visible=True
-            )
-
-        yield show
