@@ -1,20 +1,26 @@
 """draftahead: speculative decoding of transformers models with provably the same output."""
 
-from draftahead.drafters import Drafter, register
-from draftahead.errors import DraftaheadError, DrafterFaultWarning
-from draftahead.llm import LLM
-from draftahead.types import (
-    Batch,
-    Completion,
-    Draft,
-    Piece,
-    Sampling,
-    Scores,
-    Sequence,
-    Stats,
-    TokenLogprob,
-    Verdict,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftahead.drafters import Drafter, register
+    from draftahead.errors import DraftaheadError, DrafterFaultWarning
+    from draftahead.llm import LLM
+    from draftahead.types import (
+        Batch,
+        Completion,
+        Draft,
+        Piece,
+        Sampling,
+        Scores,
+        Sequence,
+        Stats,
+        TokenLogprob,
+        Verdict,
+    )
 
 __version__ = "0.1.0"
 
@@ -35,3 +41,23 @@ __all__ = [
     "Verdict",
     "register",
 ]
+
+_HOMES = {
+    "LLM": "llm",
+    "Drafter": "drafters",
+    "register": "drafters",
+    "DraftaheadError": "errors",
+    "DrafterFaultWarning": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads torch and transformers when they are first needed: `draftahead --help` is quick."""
+    if name not in __all__:
+        raise AttributeError(f"module 'draftahead' has no attribute {name!r}")
+    home = importlib.import_module(f"draftahead.{_HOMES.get(name, 'types')}")
+    return getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

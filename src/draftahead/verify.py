@@ -78,7 +78,9 @@ def block_acceptance(
 
 def block_residual(p: Tensor, q: Tensor, weight: Tensor, is_end: Tensor) -> Tensor:
     """The law of the token after the kept prefix: p itself where the whole chain was kept."""
-    return torch.where(is_end[:, None], p, residual(weight[:, None] * p, q))
+    weighted = weight[:, None] * p
+    nothing_left = (weighted <= q).all(-1)  # by rounding only: see residual
+    return torch.where((is_end | nothing_left)[:, None], p, residual(weighted, q))
 
 
 def longest_kept(won: Tensor) -> Tensor:

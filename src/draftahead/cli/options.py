@@ -1,0 +1,93 @@
+"""Options that several commands share, and the LLM and Sampling they ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftahead.errors import ConfigError
+
+if TYPE_CHECKING:
+    from draftahead.llm import LLM
+    from draftahead.types import Sampling
+
+Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.", show_default=True)]
+Drafter = Annotated[str | None, typer.Option(help="none, lookup or draft_model.")]
+DraftModel = Annotated[str | None, typer.Option(help="The model that drafts.")]
+SpeculativeConfig = Annotated[
+    str | None, typer.Option(help="The drafter as JSON, with vLLM's keys.", metavar="JSON")
+]
+Tokens = Annotated[
+    int | None, typer.Option("--num-speculative-tokens", "-k", help="How far to draft.")
+]
+Exact = Annotated[str, typer.Option(help="law, or replay: bit for bit as plain decoding.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16 ...")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...")]
+MaxContext = Annotated[int | None, typer.Option(help="Tokens the key-value cache holds.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Unset: as the model says.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this mass.")]
+TopK = Annotated[int | None, typer.Option(help="Keep this many tokens; 0: all.")]
+MinP = Annotated[float | None, typer.Option(help="Keep tokens this likely against the best.")]
+MaxTokens = Annotated[int | None, typer.Option(help="The most to generate.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Ends the text; may be given often.")]
+
+
+def drafter_from(
+    drafter: str | None,
+    draft_model: str | None,
+    speculative_config: str | None,
+    tokens: int | None,
+) -> str | Mapping[str, Any]:
+    """One drafter out of the options that can name one."""
+    config: dict[str, Any] = {}
+    if speculative_config is not None:
+        try:
+            config = json.loads(speculative_config)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--speculative-config is no JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ConfigError("--speculative-config must be a JSON object")
+    given = {"method": drafter, "model": draft_model, "num_speculative_tokens": tokens}
+    for key, value in given.items():
+        if value is not None and config.setdefault(key, value) != value:
+            raise ConfigError(f"{key!r} is {value!r} and, in --speculative-config, another")
+    if draft_model is not None:
+        config.setdefault("method", "draft_model")
+    return config if "method" in config or "model" in config else {"method": "lookup", **config}
+
+
+def build_llm(
+    model: str,
+    drafter: str | Mapping[str, Any],
+    *,
+    exact: str = "law",
+    dtype: str | None = None,
+    device: str | None = None,
+    max_context: int | None = None,
+    max_batch: int = 1,
+) -> LLM:
+    from draftahead.hub import terminal_report
+    from draftahead.llm import LLM
+
+    with terminal_report() as report:
+        report("loading torch and transformers")
+        return LLM(
+            model,
+            drafter,
+            exact=exact,  # type: ignore[arg-type]
+            dtype=dtype,
+            device=device,
+            max_context=max_context,
+            max_batch=max_batch,
+            report=report,
+        )
+
+
+def sampling_from(**fields: Any) -> Sampling:
+    from draftahead.types import Sampling
+
+    return Sampling(**{name: value for name, value in fields.items() if value is not None})

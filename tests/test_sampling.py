@@ -1,0 +1,159 @@
+"""The law is transformers' own, and noise is a pure function of its key."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftahead import sampling, verify
+from draftahead.sampling import Context, Stream, hash_key, law_of, race, step_key, uniforms
+from draftahead.types import Sampling
+from toy import World
+
+
+def context(**fields: object) -> Context:
+    base = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    return Context(World(0, Sampling(**(base | fields))).sequence())  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    seed=st.integers(0, 10_000),
+    vocabulary=st.sampled_from([5, 60, 3000]),
+    temperature=st.floats(0.2, 3.0),
+    top_k=st.sampled_from([0, 1, 3, 40]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.05]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
+    penalty=st.sampled_from([1.0, 1.3, 0.8]),
+)
+def test_law_equals_transformers(
+    seed: int,
+    vocabulary: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    penalty: float,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(1, vocabulary, generator=generator, dtype=torch.float64)
+    at = context(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
+    )
+    theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)])
+    theirs.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        theirs.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        theirs.append(TopPLogitsWarper(top_p))
+    if min_p:
+        theirs.append(MinPLogitsWarper(min_p))
+    expected = theirs(torch.tensor([at.sequence.tokens]), logits.clone()).softmax(-1)
+    torch.testing.assert_close(law_of(logits, [at]), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_of_a_batch_are_processed_apart() -> None:
+    """Every row by its own settings, greedy ones among sampled ones."""
+    logits = 2 * torch.randn(5, 200, generator=torch.Generator().manual_seed(1))
+    rows = [
+        context(),
+        context(temperature=0.0),
+        context(top_k=3),
+        context(top_p=0.4, temperature=0.5),
+        context(min_p=0.2),
+    ]
+    together = law_of(logits, rows)
+    for i, row in enumerate(rows):
+        torch.testing.assert_close(together[i], law_of(logits[i : i + 1], [row])[0])
+    assert together[1].max() == 1
+
+
+def test_top_p_beyond_the_first_thousand() -> None:
+    """A flat law over many tokens: the nucleus is wider than the first look at it."""
+    logits = 0.01 * torch.randn(1, 5000, generator=torch.Generator().manual_seed(2))
+    law = law_of(logits, [context(top_p=0.9)])
+    assert 4400 < int((law > 0).sum()) < 4600
+    expected = TopPLogitsWarper(0.9)(None, logits.clone()).softmax(-1)
+    torch.testing.assert_close(law, expected, rtol=1e-4, atol=1e-9)
+
+
+def test_uniforms_are_uniform_and_keyed() -> None:
+    values = uniforms([hash_key(1, 2), hash_key(2, 1)], 20_000)
+    assert 0 < float(values.min()) < float(values.max()) < 1
+    for row in values:
+        assert scipy_stats.kstest(row.numpy(), "uniform").pvalue > 1e-3
+    assert abs(float(torch.corrcoef(values)[0, 1])) < 0.03
+    assert torch.equal(uniforms([hash_key(1, 2)], 50)[0], values[0, :50])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**63 - 1))
+def test_hash_on_the_host_and_in_torch_agree(part: int) -> None:
+    """The same splitmix64 in Python's integers and in torch's wrapping ones."""
+    start = sampling._signed((part + 1) * sampling._GOLDEN)
+    assert int(sampling._mix(torch.tensor([start]))[0]) == hash_key(part)
+
+
+def test_noise_for_drafts_and_coins_is_new_in_every_step() -> None:
+    """A position drafted again must not meet the coin that rejected it before."""
+    sequence = World(0, Sampling(temperature=1.0)).sequence()
+    before = step_key(Stream.COIN, Context(sequence, (1, 2)))
+    sequence.tokens.append(1)
+    after = step_key(Stream.COIN, Context(sequence, (2,)))
+    assert Context(sequence, (2,)).position == len(sequence.tokens) + 1
+    assert before != after
+
+
+def test_race_never_draws_the_impossible() -> None:
+    law = torch.zeros(4000, 8)
+    law[:, 3], law[:, 5] = 0.25, 0.75
+    drawn = race(law, [hash_key(i) for i in range(4000)])
+    counts = torch.bincount(drawn, minlength=8).tolist()
+    assert sum(counts[i] for i in (0, 1, 2, 4, 6, 7)) == 0
+    assert abs(counts[3] - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 10_000),
+    length=st.integers(1, 6),
+    vocabulary=st.integers(2, 40),
+    zeros=st.floats(0, 0.7),
+)
+def test_block_acceptance_is_sound_for_any_laws(
+    seed: int, length: int, vocabulary: int, zeros: float
+) -> None:
+    """Chances lie in [0, 1], an impossible token is never kept, residuals are laws."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def laws(count: int) -> torch.Tensor:
+        values = torch.rand(1, count, vocabulary, generator=generator, dtype=torch.float64)
+        values[torch.rand(values.shape, generator=generator) < zeros] = 0
+        values[..., 0] += 1e-3
+        return values / values.sum(-1, keepdim=True)
+
+    p, q = laws(length + 1), laws(length)
+    tokens = torch.multinomial(q[0], 1, generator=generator).T
+    keep, weight = verify.block_acceptance(p, q, tokens, torch.tensor([length]))
+    for chances in (keep, weight):
+        assert 0 <= float(chances.min()) <= float(chances.max()) <= 1 + 1e-12
+    for i in range(1, length + 1):
+        if p[0, i - 1, tokens[0, i - 1]] == 0:
+            assert not keep[0, i:].any()
+    for i in range(length):
+        law = verify.block_residual(p[:, i], q[:, i], weight[:, i], torch.tensor([False]))
+        assert float(law.min()) >= 0
+        assert float(law.sum()) == pytest.approx(1)
