@@ -72,6 +72,23 @@ def test_untested_architecture_is_compared_with_itself(monkeypatch: pytest.Monke
     attention.register()
 
 
+def test_longrope_is_rotated_anew_where_the_text_outgrows_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Deep drafts across the switch, rows on both sides of it, and a prefill in pieces."""
+    from draftahead import passes
+    from drafted import Clairvoyant
+
+    monkeypatch.setattr(passes, "PREFILL_CHUNK", 5)
+    model = zoo.tiny("phi3_longrope")
+    prompts = zoo.ragged_prompts(4)
+    answers = {tuple(prompt): expected(model, prompt) for prompt in prompts}
+    llm = LLM(model, drafter=Clairvoyant(answers), max_batch=4)
+    outs = llm.generate(prompts, GREEDY)
+    assert [out.token_ids for out in outs] == list(answers.values())
+    assert all(out.stats.acceptance_rate > 0.3 for out in outs)
+
+
 def test_long_prompt_is_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from draftahead import passes
 

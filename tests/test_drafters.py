@@ -1,0 +1,151 @@
+"""The drafters themselves: what they propose, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zoo
+from draftahead import LLM, Sampling, errors
+from draftahead.drafters.lookup import NgramIndex
+
+GREEDY = Sampling(temperature=0, max_tokens=30)
+
+
+def slow_lookup(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    """The definition: longest n-gram first, newest occurrence, copied past its own end."""
+    for size in range(longest, shortest - 1, -1):
+        tail = tokens[len(tokens) - size :]
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if len(tail) == size and tokens[end - size : end] == tail:
+                known = list(tokens)
+                for offset in range(count):
+                    known.append(known[end + offset])
+                return known[len(tokens) :]
+    return []
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    shortest=st.integers(1, 2),
+    extra=st.integers(0, 2),
+    count=st.integers(1, 8),
+    cuts=st.lists(st.integers(0, 40)),
+)
+def test_lookup_finds_what_its_definition_says(
+    tokens: list[int], shortest: int, extra: int, count: int, cuts: list[int]
+) -> None:
+    """Also when the index grows piece by piece."""
+    index = NgramIndex(shortest, shortest + extra)
+    for cut in sorted(cuts):
+        index.extend(tokens[:cut]) if cut <= len(tokens) else None
+    index.extend(tokens)
+    expected = slow_lookup(tokens, shortest, shortest + extra, count)
+    assert index.continuation(tokens, count) == expected
+
+
+def test_lookup_forgets_ended_texts() -> None:
+    llm = LLM(zoo.tiny("llama"), drafter="lookup")
+    llm.generate(zoo.ragged_prompts(4), GREEDY)
+    assert not llm.engine.drafter._indexes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", ["lookup", "ngram"])
+def test_vllms_keys_are_understood(method: str) -> None:
+    config = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    drafter: Any = LLM(zoo.tiny("llama"), drafter=config).engine.drafter
+    assert (drafter.count, drafter.longest) == (3, 4)
+
+
+def test_draft_model_by_path(tmp_path: Any) -> None:
+    """As users give it: a folder, without a method."""
+    zoo.tiny("llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    target = zoo.tiny("llama")
+    model = zoo.tiny("llama")
+    llm = LLM(target, drafter={"model": model, "num_speculative_tokens": 3})
+    out = llm.generate([1, 2, 3], GREEDY)[0]
+    assert out.token_ids == zoo.reference(target, [1, 2, 3], 30)
+    assert out.stats.accepted > 15
+    assert max(len(out.stats.accepted_at), 3) == 3
+
+
+def test_draft_model_catches_up_after_steps_without_it() -> None:
+    target = zoo.tiny("llama")
+    llm = LLM(target, drafter={"method": "draft_model", "model": zoo.tiny("llama")})
+    drafter: Any = llm.engine.drafter
+    real, calls = drafter.propose, []
+
+    def lazy(batch: Any) -> Any:
+        calls.append(len(batch.sequences[0].tokens))
+        return real(batch) if len(calls) % 3 == 0 else None
+
+    drafter.propose = lazy
+    out = llm.generate(zoo.ragged_prompts(3)[2], GREEDY)[0]
+    assert out.token_ids == zoo.reference(target, zoo.ragged_prompts(3)[2], 30)
+    assert out.stats.acceptance_rate == 1
+
+
+def test_draft_model_with_a_shorter_context_than_the_target() -> None:
+    """Rows that have outgrown it are not drafted for; the others are."""
+    target, draft = zoo.tiny("llama"), zoo.tiny("llama")
+    draft.config.max_position_embeddings = 32
+    llm = LLM(target, drafter={"method": "draft_model", "model": draft})
+    long, short = zoo.ragged_prompts(1)[0] * 12, zoo.ragged_prompts(2)[1]
+    outs = llm.generate([long, short], Sampling(temperature=0, max_tokens=16))
+    assert [out.token_ids for out in outs] == [zoo.reference(target, p, 16) for p in (long, short)]
+    assert outs[0].stats.drafted == 0
+    assert outs[1].stats.accepted > 0
+
+
+def test_a_draft_model_needs_the_same_vocabulary() -> None:
+    small = zoo.tiny("llama")
+    small.resize_token_embeddings(80)
+    with pytest.raises(errors.VocabularyMismatchError, match=r"80 tokens and the target 97"):
+        LLM(zoo.tiny("llama"), drafter={"method": "draft_model", "model": small})
+
+
+def tokenizer_of(words: list[str]) -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: number for number, word in enumerate(words)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+def test_vocabularies_are_compared_token_by_token() -> None:
+    from draftahead.drafters import Setting
+    from draftahead.drafters.draft_model import check_vocabulary
+
+    words = [f"w{i}" for i in range(90)]
+    swapped = [*words[:40], "w41", "w40", *words[42:]]
+
+    def setting(tokenizer: Any) -> Setting:
+        model = zoo.tiny("llama")
+        return Setting(model.device, model.dtype, 97, tokenizer, 1, 64, lambda name: (None, None))
+
+    # Embeddings may be padded to another size behind the same 90 tokens.
+    check_vocabulary(setting(tokenizer_of(words)), tokenizer_of(words), 128)
+    with pytest.raises(errors.VocabularyMismatchError, match=r"differs .* in 2 tokens .*'w40'"):
+        check_vocabulary(setting(tokenizer_of(words)), tokenizer_of(swapped), 97)
+
+
+def test_padded_draft_vocabulary_is_cut_to_the_targets() -> None:
+    """A larger embedding behind the same tokens: its extra ids never reach the target."""
+    target, draft = zoo.tiny("llama"), zoo.tiny("llama")
+    tokenizer = tokenizer_of([f"w{i}" for i in range(90)])
+    draft.resize_token_embeddings(128)
+    llm = LLM(target, drafter="none", tokenizer=tokenizer)
+    from draftahead.drafters import Setting, build
+
+    setting = Setting(
+        target.device, target.dtype, 97, tokenizer, 8, 128, lambda name: (draft, tokenizer)
+    )
+    llm.engine.drafter = build({"method": "draft_model", "model": "by-name"}, setting)
+    out = llm.generate([1, 2, 3], GREEDY)[0]
+    assert out.token_ids == zoo.reference(target, [1, 2, 3], 30)
+    assert out.stats.accepted > 10
