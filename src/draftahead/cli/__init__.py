@@ -7,7 +7,6 @@ import sys
 import warnings
 from typing import Annotated
 
-import click
 import typer
 
 from draftahead import __version__
@@ -49,22 +48,10 @@ def _one_line(message: object, category: type[Warning], *_: object, **__: object
 def main() -> None:
     warnings.showwarning = _one_line
     try:
-        code = app(standalone_mode=False)
-        sys.stdout.flush()
+        app()  # ends by SystemExit; mistyped options and Ctrl-C (130) are its own affair
     except DraftaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except click.ClickException as error:  # a mistyped option
-        error.show()
-        raise SystemExit(error.exit_code) from None
-    except (KeyboardInterrupt, click.Abort):
-        print("\ninterrupted", file=sys.stderr)
-        raise SystemExit(130) from None
     except BrokenPipeError:  # `draftahead generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    raise SystemExit(code if isinstance(code, int) else 0)
-
-
-if __name__ == "__main__":
-    main()

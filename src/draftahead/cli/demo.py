@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from draftahead.llm import LLM
     from draftahead.types import Completion, Sampling
 
+MAX_CONTEXT = 2048
 KINDS = ("code_edit", "summary", "question_with_context", "translation", "code", "chat")
 
 
@@ -59,9 +60,11 @@ def demo(
     chosen = options.drafter_from(drafter, draft_model, speculative_config, num_speculative_tokens)
     sampling = options.sampling_from(temperature=0, max_tokens=max_tokens)
     drafted = options.build_llm(
-        model, chosen, device=device, dtype=dtype, max_context=2048, max_batch=1
+        model, chosen, device=device, dtype=dtype, max_context=MAX_CONTEXT, max_batch=1
     )
-    plain = LLM(drafted.model, "none", tokenizer=drafted.tokenizer, max_context=2048, max_batch=1)
+    plain = LLM(
+        drafted.model, "none", tokenizer=drafted.tokenizer, max_context=MAX_CONTEXT, max_batch=1
+    )
     prompts = [
         prompt
         for kind in KINDS

@@ -104,7 +104,9 @@ def load(
         source = _find(model, report)
     report(f"loading {model}")
     quiet: AbstractContextManager[None]
-    quiet = nullcontext() if sys.stderr.isatty() else quiet_transformers()
+    # Only a download from the hub has bars worth seeing; ours tell of the rest.
+    downloads = isinstance(source, str) and sys.stderr.isatty()
+    quiet = nullcontext() if downloads else quiet_transformers()
     with _failing_clearly(model), quiet, _without_conversion_service():
         if isinstance(source, Path) and source.is_file():
             network, tokenizer = _load_gguf(source, numbers)

@@ -1,0 +1,37 @@
+"""Makes the project's virtual environment, once, with the tested versions. Needs Python and pip.
+
+Used by demo.py and test.py beside it; both call `python()` and run with what it returns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = ROOT / ".venv"
+
+
+def python(extra: str = "") -> str:
+    """The environment's interpreter, with draftahead (and its extra, such as dev) installed."""
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit("draftahead needs Python 3.11 or newer")
+    folder = "Scripts" if sys.platform == "win32" else "bin"
+    interpreter = ENVIRONMENT / folder / "python"
+    wanted = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in wanted)).hexdigest()
+    stamp = ENVIRONMENT / f"installed{extra}-{digest[:16]}"
+    if not stamp.exists():
+        print(f"setting up {ENVIRONMENT} (once)", file=sys.stderr, flush=True)
+        venv.create(ENVIRONMENT, with_pip=True)
+        target = f"{ROOT}[{extra}]" if extra else str(ROOT)
+        install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        constraints = ["-c", str(ROOT / "constraints.txt")]
+        command = [str(interpreter), *install, *constraints, "-e", target]
+        if subprocess.run(command, check=False).returncode:
+            sys.exit("the installation failed; see pip's message above")
+        stamp.touch()
+    return str(interpreter)

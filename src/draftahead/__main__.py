@@ -1,0 +1,5 @@
+"""`python -m draftahead` is the same as `draftahead`."""
+
+from draftahead.cli import main
+
+main()
