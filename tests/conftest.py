@@ -10,6 +10,12 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is no GPU its tests are not there either."""
+    if not torch.cuda.is_available():
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[Any, Any]:
     """The embedded model and its tokenizer, fetched and converted once."""

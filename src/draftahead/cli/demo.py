@@ -130,11 +130,13 @@ def _race(
         grid.add_row(*(side.panel(height=12) for side in sides))
         return Group(Text(f"{prompt.task}: {_first_words(prompt)}", style="bold"), grid)
 
-    with Live(console=console, refresh_per_second=8, transient=not console.is_terminal) as live:
+    with Live(console=console, refresh_per_second=8, transient=True) as live:
         while active := [side for side in sides if side.done is None]:
             min(active, key=lambda side: side.seconds).advance()
             if console.is_terminal:
                 live.update(picture())
+    if console.is_terminal:
+        console.print(picture())
     assert left.done is not None and right.done is not None
     a, b = left.done.stats, right.done.stats
     return Row(
