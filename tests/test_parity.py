@@ -69,7 +69,7 @@ def test_untested_architecture_is_compared_with_itself(monkeypatch: pytest.Monke
     with pytest.raises(UnsupportedModelError, match="other logits"):
         LLM(zoo.tiny("mistral"))
     monkeypatch.undo()
-    attention.register()
+    attention.register({})
 
 
 def test_longrope_is_rotated_anew_where_the_text_outgrows_it(

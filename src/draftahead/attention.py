@@ -8,11 +8,14 @@ cache is not its position).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "draftahead"
+PROBE = "draftahead_probe"
 
 
 def distances(lengths: Tensor, depths: Tensor, ancestors: Tensor | None, live: int) -> Tensor:
@@ -89,8 +92,16 @@ def _mask_from_us(*_: object, **__: object) -> Tensor:
     raise AssertionError("the model asked for a mask of its own although ours was passed")
 
 
-def register() -> None:
+def register(calls: dict[int, dict[str, Any]]) -> str:
     """Makes the function known to transformers. Both names: without the second a model would
-    get no mask at all."""
-    AttentionInterface.register(NAME, grouped_attention)
-    AttentionMaskInterface.register(NAME, _mask_from_us)
+    get no mask at all. Returns the name of a variant that notes each layer's options in `calls`.
+    """
+
+    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        calls[int(getattr(module, "layer_idx", -1))] = kwargs
+        return grouped_attention(module, *args, **kwargs)
+
+    for name, function in ((NAME, grouped_attention), (PROBE, noting)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, _mask_from_us)
+    return PROBE

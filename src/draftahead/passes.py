@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from draftahead import attention, tree
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
+from draftahead.runtime.decoder import MOST_ROWS, Decoder, NotThisShapeError
+from draftahead.runtime.linear import SmallRowLinears
 
 # Held to transformers' own generate, token by token, in tests/test_parity.py.
 TESTED = frozenset(
@@ -47,13 +49,15 @@ class CachedModel:
         self._uses_interface = bool(model._can_set_attn_implementation())
         self._configs = _configs_of(model) if self._uses_interface else []
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
-        attention.register()
+        self._linears = SmallRowLinears(model)
+        self._decoder: Decoder | None = None
         probe = ShapeProbe()
-        self._probe(probe)
+        calls = self._probe(probe)
         length = self.max_context + spare
         self.cache = KVCache(probe.shapes, max_batch, length, probe.dtype, self.device)
         if model.config.model_type not in TESTED:
             self._compare_with_own_forward()
+        self._decoder = self._recognised(calls)
 
     def _chosen_context(self, wanted: int | None) -> int:
         if wanted is None:
@@ -94,12 +98,16 @@ class CachedModel:
         live = max(held) + width if live is None else live
         if max(live, max(held) + width) > self.cache.length:
             raise ConfigError(f"a pass of {width} nodes does not fit behind {max(held)} tokens")
-        mask = attention.distances(lengths, depths, ancestors, live)
-        slots = lengths[:, None] + torch.arange(width, device=self.device)
         # Padding may stand behind the last position there is; nobody reads it.
         positions = (lengths[:, None] + depths).clamp(max=self._last_position(first))
         if beacon:
             positions[:, -1] = self.switch or 0
+        elif self._decoder is not None and rows * width <= MOST_ROWS:
+            above = None if parents is None else parents.tolist()
+            logits = self._decoder.run(tokens, positions, lengths, above, first)
+            return logits[:, -1:] if last_only else logits
+        mask = attention.distances(lengths, depths, ancestors, live)
+        slots = lengths[:, None] + torch.arange(width, device=self.device)
         window = CacheWindow(self.cache, first, slots, live)
         logits = self._forward(tokens, positions, mask, window, last_only)
         return logits[:, :-1] if beacon and not last_only else logits
@@ -121,12 +129,18 @@ class CachedModel:
         return self.switch is not None and length > self.switch
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any, last_only: bool
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: Any,
+        last_only: bool,
+        attention_name: str = attention.NAME,
     ) -> Tensor:
         if not self._uses_interface:
             mask = attention.additive(mask, self.model.dtype)
         extra = {"logits_to_keep": 1} if last_only and self._keeps_last else {}
-        with self._our_attention():
+        with self._our_kernels(attention_name):
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -139,13 +153,14 @@ class CachedModel:
         return logits[:, -1:] if last_only else logits
 
     @contextmanager
-    def _our_attention(self) -> Iterator[None]:
+    def _our_kernels(self, name: str = attention.NAME) -> Iterator[None]:
         """The user's model is theirs: outside a pass it is as they gave it."""
         before = [config._attn_implementation for config in self._configs]
         try:
             for config in self._configs:
-                config._attn_implementation_internal = attention.NAME
-            yield
+                config._attn_implementation_internal = name
+            with self._linears:
+                yield
         finally:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name
@@ -175,11 +190,14 @@ class CachedModel:
     # --------------------------------------------------------------------------- at load
 
     @torch.inference_mode()
-    def _probe(self, probe: ShapeProbe) -> None:
-        """One token through the model, to learn what its layers store."""
+    def _probe(self, probe: ShapeProbe) -> dict[int, dict[str, Any]]:
+        """One token through the model, to learn what its layers store, and with what options
+        each of them calls its attention function."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        calls: dict[int, dict[str, Any]] = {}
+        name = attention.register(calls)
         try:
-            self._forward(one, one, one[:, None, None], probe, last_only=True)
+            self._forward(one, one, one[:, None, None], probe, True, name)
         except (AttributeError, TypeError, AssertionError, NotImplementedError) as problem:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not run with a cache that can be rolled back "
@@ -190,6 +208,31 @@ class CachedModel:
                 f"{type(self.model).__name__} stores no keys in the cache it is given; "
                 "speculation cannot be exact for it"
             )
+        return calls
+
+    @torch.inference_mode()
+    def _recognised(self, calls: dict[int, dict[str, Any]]) -> Decoder | None:
+        """The kernels' own pass for this model, if it is of a shape they know and agrees with the
+        model's forward on a text, a tree and a batch."""
+        try:
+            decoder = Decoder(self.model, self.cache, calls)
+        except (NotThisShapeError, AttributeError):
+            return None
+        generator = torch.Generator().manual_seed(0)
+        count = min(self.max_context, 24) - 8
+        if self.limit < 24:
+            return None
+        text = torch.randint(0, self.vocabulary, (count,), generator=generator).tolist()
+        self.prefill(0, text)
+        nodes = torch.randint(0, self.vocabulary, (1, 6), generator=generator)
+        parents = torch.tensor([[-1, 0, 0, 1, 3, 2]])
+        theirs = self.run(nodes, parents=parents)
+        self._decoder = decoder
+        ours = self.run(nodes, parents=parents)
+        self._decoder = None
+        self.cache.contents[0].clear()
+        gap = (theirs - ours).abs().max() / theirs.abs().max().clamp(min=1e-6)
+        return decoder if gap < 1e-3 else None
 
     @torch.inference_mode()
     def _compare_with_own_forward(self) -> None:

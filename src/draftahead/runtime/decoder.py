@@ -1,0 +1,222 @@
+"""A whole pass of a llama-shaped decoder in one call of our kernels.
+
+Nothing of the model is written again: weights stay where they are, embeddings and rotary
+frequencies come from the model's own modules, and a model is taken only if its parts are exactly
+those of the shape below *and* a pass agrees with the model's own forward at load. All others run
+through that forward.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftahead.kvcache import KVCache
+from draftahead.runtime import build
+from draftahead.runtime.linear import Weights, describe, fits
+
+MOST_NODES = 64  # of a row: ancestors are the bits of one word
+MOST_ROWS = 64  # of all nodes of a pass
+ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Weights) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "after_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("window", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("unused", ctypes.c_float),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                [
+                    "layer_count",
+                    "hidden",
+                    "heads",
+                    "key_heads",
+                    "width",
+                    "inner",
+                    "length",
+                    "activation",
+                ]
+            )
+        ),
+        ("final_norm", ctypes.c_void_p),
+        ("head", Weights),
+        ("eps", ctypes.c_float),
+        ("unused", ctypes.c_float),
+    )
+
+
+class Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "nodes", "first")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ["lengths", "depths", "ancestors", "cos", "sin", "x", "logits", "scratch"]
+        ),
+    )
+
+
+class NotThisShapeError(Exception):
+    """The model is of another shape than the kernels know."""
+
+
+class Decoder:
+    """A recognised model, bound to one cache."""
+
+    def __init__(self, model: Any, cache: KVCache, calls: dict[int, dict[str, Any]]) -> None:
+        """`calls`: what each layer passes to its attention function (scaling, window, ...)."""
+        library = build.library()
+        if library is None:
+            raise NotThisShapeError(build.problem())
+        self._library, self._keep = library, (model, cache)
+        body = model.model
+        _require(set(dict(model.named_children())) == {"model", "lm_head"}, "other heads")
+        children = {"embed_tokens", "layers", "norm", "rotary_emb"}
+        _require(set(dict(body.named_children())) == children, "other modules")
+        _require(cache.keys[0].dtype == torch.float32, "not float32")
+        _require(cache.keys[0].device.type == "cpu", "not on the CPU")
+        self.embed, self.rotary = body.embed_tokens, body.rotary_emb
+        layers = list(body.layers)
+        self._layers = (Layer * len(layers))(
+            *(
+                _layer(layer, cache.keys[i], cache.values[i], calls.get(i, {}))
+                for i, layer in enumerate(layers)
+            )
+        )
+        attention, mlp = layers[0].self_attn, layers[0].mlp
+        width = cache.shapes[0].key_width
+        kinds = {type(layer.mlp.act_fn).__name__ for layer in layers}
+        _require(len(kinds) == 1 and kinds <= set(ACTIVATIONS), f"activation {kinds}")
+        _require(width % 16 == 0 and mlp.gate_proj.out_features % 16 == 0, "odd widths")
+        _require(fits(model.lm_head), "head")
+        eps = {_epsilon(norm) for norm in (body.norm, layers[0].input_layernorm)}
+        _require(len(eps) == 1, "different epsilons")
+        self._model = Model(
+            layers=ctypes.addressof(self._layers),
+            layer_count=len(layers),
+            hidden=attention.q_proj.in_features,
+            heads=attention.q_proj.out_features // width,
+            key_heads=attention.k_proj.out_features // width,
+            width=width,
+            inner=mlp.gate_proj.out_features,
+            length=cache.length,
+            activation=ACTIVATIONS[kinds.pop()],
+            final_norm=_vector(body.norm.weight),
+            head=describe(model.lm_head),
+            eps=eps.pop(),
+        )
+        self.vocabulary = model.lm_head.out_features
+        self._scratch = torch.empty(0)
+
+    def run(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        parents: Seq[Seq[int]] | None,
+        first: int,
+    ) -> Tensor:
+        """As CachedModel.run: nodes [B, N] -> logits [B, N, V]."""
+        rows, nodes = tokens.shape
+        x = self.embed(tokens).contiguous()
+        cos, sin = (part.contiguous() for part in self.rotary(x, positions))
+        if parents is None:
+            words = [(1 << (node + 1)) - 1 for node in range(nodes)] * rows
+            depths = torch.arange(nodes, dtype=torch.int32).repeat(rows)
+        else:
+            words, flat = [], []
+            for row in parents:
+                seen, deep = [1], [0]
+                for node in range(1, nodes):
+                    seen.append(seen[row[node]] | 1 << node)
+                    deep.append(deep[row[node]] + 1)
+                words += seen
+                flat += deep
+            depths = torch.tensor(flat, dtype=torch.int32)
+        ancestors = (ctypes.c_uint64 * len(words))(*words)
+        logits = torch.empty(rows, nodes, self.vocabulary)
+        threads, model = build.threads(), ctypes.byref(self._model)
+        needed = self._library.draftahead_scratch(model, rows * nodes, threads)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed)
+        cos, sin = cos.expand(rows, -1, -1).contiguous(), sin.expand(rows, -1, -1).contiguous()
+        arguments = Pass(
+            rows=rows,
+            nodes=nodes,
+            first=first,
+            lengths=lengths.data_ptr(),
+            depths=depths.data_ptr(),
+            ancestors=ctypes.addressof(ancestors),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            x=x.data_ptr(),
+            logits=logits.data_ptr(),
+            scratch=self._scratch.data_ptr(),
+        )
+        self._library.draftahead_pass(model, ctypes.byref(arguments), threads)
+        return logits
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise NotThisShapeError(what)
+
+
+def _layer(layer: Any, keys: Tensor, values: Tensor, call: dict[str, Any]) -> Layer:
+    parts = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    _require(set(dict(layer.named_children())) == parts, "other parts of a layer")
+    attention, mlp = layer.self_attn, layer.mlp
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+    _require(set(dict(attention.named_children())) <= known, "other parts of the attention")
+    parts = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+    _require(set(dict(mlp.named_children())) == parts, "other parts of the feed-forward")
+    _require(keys.shape == values.shape, "keys and values of different widths")
+    _require(call.get("softcap") is None and call.get("s_aux") is None, "softcap or sinks")
+    linears = {
+        "q": attention.q_proj,
+        "k": attention.k_proj,
+        "v": attention.v_proj,
+        "o": attention.o_proj,
+        "gate": mlp.gate_proj,
+        "up": mlp.up_proj,
+        "down": mlp.down_proj,
+    }
+    _require(all(fits(linear) for linear in linears.values()), "linear layers")
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    return Layer(
+        **{name: describe(linear) for name, linear in linears.items()},
+        input_norm=_vector(layer.input_layernorm.weight),
+        after_norm=_vector(layer.post_attention_layernorm.weight),
+        q_norm=None if norms[0] is None else _vector(norms[0].weight),
+        k_norm=None if norms[1] is None else _vector(norms[1].weight),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        window=call.get("sliding_window") or 0,
+        scaling=call.get("scaling") or keys.shape[-1] ** -0.5,
+    )
+
+
+def _vector(weight: Tensor) -> int:
+    _require(weight.dtype == torch.float32 and weight.is_contiguous(), "norms")
+    return weight.data_ptr()
+
+
+def _epsilon(norm: Any) -> float:
+    for name in ("variance_epsilon", "eps"):
+        if hasattr(norm, name):
+            return float(getattr(norm, name))
+    raise NotThisShapeError("norms")

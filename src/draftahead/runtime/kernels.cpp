@@ -1,0 +1,574 @@
+// Small-row kernels for the CPU, and one pass of a llama-shaped decoder made of them.
+//
+// Decoding reads every weight once a pass, so a pass over 8 rows should cost what one row costs.
+// A weight is therefore loaded once and used for all rows while it is in a register. Every sum runs
+// in an order that does not depend on how many rows there are, or where a row stands among them:
+// a token's logits are the same bits as a root, as a guess, and with any batch mates.
+//
+// Plain C++ with GCC/Clang vector extensions; the compiler maps 16 floats to what the CPU has.
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+#include <sched.h>
+#ifdef __AVX512VNNI__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+typedef float f16 __attribute__((vector_size(64)));
+typedef float f16u __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float f8 __attribute__((vector_size(32)));
+typedef float f4 __attribute__((vector_size(16)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef int8_t b16u __attribute__((vector_size(16), aligned(1), may_alias));
+
+inline f16 load(const float* p) { return *reinterpret_cast<const f16u*>(p); }
+inline void store(float* p, f16 v) { *reinterpret_cast<f16u*>(p) = v; }
+inline f16 all(float v) { return f16{} + v; }
+
+inline f16 load_some(const float* p, long count) {  // the first `count` of 16, zeros behind
+  float full[16] = {0};
+  std::memcpy(full, p, count * sizeof(float));
+  return load(full);
+}
+
+// Halves are added, then quarters, and so on: one order for all sums.
+inline float sum(f16 v) {
+  union { f16 whole; f8 half[2]; } a = {v};
+  union { f8 whole; f4 half[2]; } b = {a.half[0] + a.half[1]};
+  f4 c = b.half[0] + b.half[1];
+  return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+inline float biggest(f16 v) {
+  float best = v[0];
+  for (int i = 1; i < 16; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+// exp by 2^n * p(r), |error| about 1e-7 relative; -inf gives 0.
+inline f16 exp16(f16 x) {
+  x = x < -87.0f ? all(-87.0f) : x;
+  f16 n = x * 1.44269504f + 12582912.0f;  // rounds to the nearest whole number
+  n -= 12582912.0f;
+  f16 r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  f16 p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  i16 bits = (__builtin_convertvector(n, i16) + 127) << 23;
+  f16 scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return p * scale;
+}
+
+// ------------------------------------------------------------------------------ linear layers
+
+// Weights of one linear layer, [out, in] row by row: float32, or int8 in groups of 64 with a scale.
+struct Weights {
+  const void* data;      // float [out][in], or uint8 [out][in] (the value plus 128)
+  const float* scales;   // null for float32; [out][in / 64] for int8
+  const float* bias;     // [out] or null
+  int64_t out, in;
+};
+
+constexpr int GROUP = 64;
+
+// Rows of activations, as the weights want them. For int8 each group of a row has a scale of its
+// own, and `start` undoes the 128 that the unsigned weights carry.
+struct Rows {
+  const float* x;        // [rows][in]
+  int8_t* q;             // [rows][in]
+  float* scales;         // [rows][in / 64]
+  int32_t* start;        // [rows][in / 64][16]
+};
+
+void quantize_row(const float* x, int64_t in, int8_t* q, float* scales, int32_t* start) {
+  for (int64_t g = 0; g < in / GROUP; g++, x += GROUP, q += GROUP, start += 16) {
+    f16 v[4], most = {};
+    for (int i = 0; i < 4; i++) {
+      v[i] = load(x + 16 * i);
+      f16 size = v[i] < 0.0f ? -v[i] : v[i];
+      most = size > most ? size : most;
+    }
+    float top = biggest(most), inverse = top > 0 ? 127.0f / top : 0.0f;
+    scales[g] = top / 127.0f;
+    for (int i = 0; i < 4; i++) {
+      f16 whole = v[i] * inverse + 12582912.0f;  // rounds to the nearest whole number
+      i16 value = __builtin_convertvector(whole - 12582912.0f, i16);
+      *reinterpret_cast<b16u*>(q + 16 * i) = __builtin_convertvector(value, b16u);
+    }
+    for (int lane = 0; lane < 16; lane++) {
+      const int8_t* four = q + 4 * lane;
+      start[lane] = -128 * (four[0] + four[1] + four[2] + four[3]);
+    }
+  }
+}
+
+template <int R, int NB>
+inline __attribute__((always_inline)) void dot_f32(const Weights& w, const Rows& rows, int64_t n0,
+                                                   f16 (&acc)[NB][R]) {
+  const float* data = static_cast<const float*>(w.data);
+  const int64_t in = w.in;
+  int64_t k = 0;
+  for (; k + 16 <= in; k += 16) {
+    f16 wv[NB];
+#pragma GCC unroll 8
+    for (int i = 0; i < NB; i++) {
+      wv[i] = load(data + (n0 + i) * in + k);
+      // The next block but one: compute and memory then overlap.
+      __builtin_prefetch(data + (n0 + i + 2 * NB) * in + k);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      f16 xv = load(rows.x + r * in + k);
+#pragma GCC unroll 8
+      for (int i = 0; i < NB; i++) acc[i][r] += wv[i] * xv;
+    }
+  }
+  if (k < in) {
+    for (int i = 0; i < NB; i++) {
+      f16 wv = load_some(data + (n0 + i) * in + k, in - k);
+      for (int r = 0; r < R; r++) acc[i][r] += wv * load_some(rows.x + r * in + k, in - k);
+    }
+  }
+}
+
+template <int R, int NB>
+inline __attribute__((always_inline)) void dot_int8(const Weights& w, const Rows& rows, int64_t n0,
+                                                    f16 (&acc)[NB][R]) {
+  const uint8_t* data = static_cast<const uint8_t*>(w.data);
+  const int64_t in = w.in, groups = in / GROUP;
+  for (int64_t g = 0; g < groups; g++) {
+#pragma GCC unroll 8
+    for (int i = 0; i < NB; i++) {
+      const uint8_t* from = data + (n0 + i) * in + g * GROUP;
+      __builtin_prefetch(from + 2 * NB * in);
+      f16 scale = all(w.scales[(n0 + i) * groups + g]);
+#ifdef __AVX512VNNI__
+      __m512i wv = _mm512_loadu_si512(from);
+#endif
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const int8_t* q = rows.q + r * in + g * GROUP;
+        const int32_t* start = rows.start + (r * groups + g) * 16;
+        i16 total;
+#ifdef __AVX512VNNI__
+        __m512i begin = _mm512_loadu_si512(start);
+        total = (i16)_mm512_dpbusd_epi32(begin, wv, _mm512_loadu_si512(q));
+#else
+        for (int lane = 0; lane < 16; lane++) {
+          int32_t t = start[lane];
+          for (int j = 0; j < 4; j++) t += int32_t(from[4 * lane + j]) * q[4 * lane + j];
+          total[lane] = t;
+        }
+#endif
+        acc[i][r] += __builtin_convertvector(total, f16) * (scale * rows.scales[r * groups + g]);
+      }
+    }
+  }
+}
+
+enum class Then { Store, AddTo };  // what becomes of a result: written, or added to what is there
+
+template <int R, int NB, bool INT8>
+inline __attribute__((always_inline)) void block(const Weights& w, const Rows& rows, float* y,
+                                                 int64_t stride, int64_t n0, Then then) {
+  f16 acc[NB][R];
+#pragma GCC unroll 8
+  for (int i = 0; i < NB; i++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[i][r] = f16{};
+  if constexpr (INT8) dot_int8<R, NB>(w, rows, n0, acc);
+  else dot_f32<R, NB>(w, rows, n0, acc);
+#pragma GCC unroll 8
+  for (int i = 0; i < NB; i++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      float value = sum(acc[i][r]) + (w.bias ? w.bias[n0 + i] : 0.0f);
+      float* at = y + r * stride + n0 + i;
+      *at = then == Then::AddTo ? *at + value : value;
+    }
+}
+
+template <int R, int NB, bool INT8>
+void span(const Weights& w, const Rows& rows, float* y, int64_t stride, int64_t from, int64_t to,
+          Then then) {
+  int64_t n = from;
+  for (; n + NB <= to; n += NB) block<R, NB, INT8>(w, rows, y, stride, n, then);
+  for (; n < to; n++) block<R, 1, INT8>(w, rows, y, stride, n, then);
+}
+
+typedef void (*Span)(const Weights&, const Rows&, float*, int64_t, int64_t, int64_t, Then);
+// As many outputs at a time as keep R times that many sums in registers.
+template <bool INT8>
+constexpr Span SPANS[9] = {nullptr,           span<1, 8, INT8>, span<2, 8, INT8>, span<3, 6, INT8>,
+                           span<4, 6, INT8>,  span<5, 4, INT8>, span<6, 4, INT8>, span<7, 3, INT8>,
+                           span<8, 3, INT8>};
+
+// Outputs [from, to) of a linear layer for all rows; weights that 8 rows have used are still in
+// the cache for the next 8.
+void linear_part(const Weights& w, const Rows& rows, int64_t count, float* y, int64_t stride,
+                 int64_t from, int64_t to, Then then) {
+  const int64_t groups = w.in / GROUP, chunk = 48;
+  const Span* spans = w.scales ? SPANS<true> : SPANS<false>;
+  if (count <= 8) return spans[count](w, rows, y, stride, from, to, then);
+  for (int64_t n = from; n < to; n += chunk)
+    for (int64_t r = 0; r < count; r += 8) {
+      int64_t some = count - r < 8 ? count - r : 8;
+      Rows part = {rows.x + r * w.in, rows.q + r * w.in, rows.scales + r * groups,
+                   rows.start + r * groups * 16};
+      spans[some](w, part, y + r * stride, stride, n, n + chunk < to ? n + chunk : to, then);
+    }
+}
+
+// Threads meet here between the stages of a pass. OpenMP's own barrier spins for milliseconds; on a
+// busy machine that keeps the thread that is waited for off its core. This one soon steps aside.
+class Barrier {
+ public:
+  explicit Barrier(int threads) : threads_(threads) {}
+  void wait() {
+    int phase = phase_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int tries = 0; phase_.load(std::memory_order_acquire) == phase; tries++)
+      if (tries > 4000) sched_yield();
+  }
+
+ private:
+  const int threads_;
+  std::atomic<int> arrived_{0}, phase_{0};
+};
+
+// This thread's share of `count` things, in whole multiples of `unit`.
+inline void share(int64_t count, int64_t unit, int64_t& from, int64_t& to) {
+  int64_t threads = omp_get_num_threads(), units = (count + unit - 1) / unit;
+  int64_t each = (units + threads - 1) / threads * unit;
+  from = each * omp_get_thread_num();
+  to = from + each < count ? from + each : count;
+  if (from > count) from = to = count;
+}
+
+// --------------------------------------------------------------------------- between the layers
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* y) {
+  f16 squares = {};
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) squares += load(x + i) * load(x + i);
+  float total = sum(squares);
+  for (; i < width; i++) total += x[i] * x[i];
+  float scale = 1.0f / std::sqrt(total / width + eps);
+  for (i = 0; i + 16 <= width; i += 16) store(y + i, load(x + i) * scale * load(weight + i));
+  for (; i < width; i++) y[i] = x[i] * scale * weight[i];
+}
+
+// x * cos + rotate_half(x) * sin, in place.
+void rotate(float* x, const float* cos, const float* sin, int64_t width) {
+  int64_t half = width / 2;
+  for (int64_t i = 0; i < half; i++) {
+    float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i + half] + a * sin[i + half];
+  }
+}
+
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
+inline f16 activate(f16 x, int kind) {
+  if (kind == SILU) return x / (1.0f + exp16(-x));
+  f16 inner = 0.7978845608f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exp16(-2.0f * inner));
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------ the whole pass
+
+extern "C" {
+
+struct Layer {
+  Weights q, k, v, o, gate, up, down;
+  const float *input_norm, *after_norm, *q_norm, *k_norm;  // the last two may be null
+  float *keys, *values;  // [cache rows][key heads][length][width]
+  int64_t window;        // 0: none
+  float scaling;
+  float unused;
+};
+
+struct Model {
+  const Layer* layers;
+  int64_t layer_count, hidden, heads, key_heads, width, inner, length, activation;
+  const float* final_norm;
+  Weights head;
+  float eps;
+  float unused;
+};
+
+// One pass over `rows` texts of `nodes` new nodes each.
+struct Pass {
+  int64_t rows, nodes, first;  // first: of the cache's rows
+  const int64_t* lengths;      // [rows] keys each text has already
+  const int32_t* depths;       // [rows][nodes]
+  const uint64_t* ancestors;   // [rows][nodes] bit m: node m leads to this one, itself included
+  const float *cos, *sin;      // [rows][nodes][width]
+  float* x;                    // [rows][nodes][hidden]: embeddings in, garbage out
+  float* logits;               // [rows][nodes][vocabulary]
+  float* scratch;              // of draftahead_scratch(...) floats
+};
+
+}  // extern "C"
+
+namespace {
+
+int64_t rounded(int64_t n) { return (n + 15) / 16 * 16; }
+
+// What the threads of a pass share.
+struct Buffers {
+  float *q, *k, *v, *mixed, *inner, *other;
+  Barrier* barrier;
+};
+
+int64_t private_size(const Model& m, int64_t count) {
+  int64_t widest = m.inner > m.hidden ? m.inner : m.hidden;
+  if (m.heads * m.width > widest) widest = m.heads * m.width;
+  int64_t norm = rounded(count * m.hidden);
+  int64_t quantized = rounded(count * widest / 4) + rounded(count * widest / GROUP) +
+                      rounded(count * widest / 4);
+  return norm + quantized + rounded(m.length + 64) + 64;
+}
+
+// Each thread prepares all rows for itself: they are few, and no barrier is needed.
+struct Private {
+  float* norm;
+  int8_t* q;
+  float* scales;
+  int32_t* start;
+  float* scores;
+
+  Private(const Model& m, int64_t count, float* at) {
+    int64_t widest = m.inner > m.hidden ? m.inner : m.hidden;
+    if (m.heads * m.width > widest) widest = m.heads * m.width;
+    norm = at;
+    at += rounded(count * m.hidden);
+    q = reinterpret_cast<int8_t*>(at);
+    at += rounded(count * widest / 4);
+    scales = at;
+    at += rounded(count * widest / GROUP);
+    start = reinterpret_cast<int32_t*>(at);
+    at += rounded(count * widest / 4);
+    scores = at;
+  }
+
+  Rows rows_for(const Weights& w, const float* x, int64_t count) {
+    Rows rows = {x, q, scales, start};
+    if (w.scales)
+      for (int64_t r = 0; r < count; r++)
+        quantize_row(x + r * w.in, w.in, q + r * w.in, scales + r * (w.in / GROUP),
+                     start + r * (w.in / GROUP) * 16);
+    return rows;
+  }
+};
+
+void linear_shared(const Weights& w, const Rows& rows, int64_t count, float* y, Then then) {
+  int64_t from, to;
+  share(w.out, 24, from, to);
+  if (from < to) linear_part(w, rows, count, y, w.out, from, to, then);
+}
+
+// Normalises and rotates new queries and keys, and puts the keys and values into the cache.
+void place_keys(const Model& m, const Layer& l, const Pass& p, Buffers& b) {
+  const int64_t count = p.rows * p.nodes, d = m.width;
+  int64_t from, to;
+  share(count * (m.heads + m.key_heads), 1, from, to);
+  for (int64_t job = from; job < to; job++) {
+    int64_t t = job / (m.heads + m.key_heads), h = job % (m.heads + m.key_heads);
+    const float *cos = p.cos + t * d, *sin = p.sin + t * d;
+    if (h < m.heads) {
+      float* q = b.q + (t * m.heads + h) * d;
+      if (l.q_norm) rms_norm(q, l.q_norm, m.eps, d, q);
+      rotate(q, cos, sin, d);
+      continue;
+    }
+    h -= m.heads;
+    float *k = b.k + (t * m.key_heads + h) * d, *v = b.v + (t * m.key_heads + h) * d;
+    if (l.k_norm) rms_norm(k, l.k_norm, m.eps, d, k);
+    rotate(k, cos, sin, d);
+    int64_t row = t / p.nodes, node = t % p.nodes;
+    int64_t slot = p.lengths[row] + node;
+    int64_t at = (((p.first + row) * m.key_heads + h) * m.length + slot) * d;
+    for (int64_t i = 0; i < d; i++) {
+      // A rejected guess that overflowed must not reach its neighbours as 0 * NaN.
+      l.keys[at + i] = std::isfinite(k[i]) ? k[i] : 0.0f;
+      l.values[at + i] = std::isfinite(v[i]) ? v[i] : 0.0f;
+    }
+  }
+}
+
+// One query over the keys it may see: the text so far, then its ancestors, in order of position.
+// So a node of a tree sums in the same order as the same token of a chain.
+void attend(const Model& m, const Layer& l, const Pass& p, const float* q, int64_t t, int64_t head,
+            float* scores, float* out) {
+  const int64_t d = m.width, row = t / p.nodes;
+  const int64_t length = p.lengths[row], position = length + p.depths[t];
+  const int64_t base = ((p.first + row) * m.key_heads + head) * m.length * d;
+  const float *keys = l.keys + base, *values = l.values + base;
+  const int64_t oldest = l.window && position - l.window + 1 > 0 ? position - l.window + 1 : 0;
+  int64_t slots[64];
+  int64_t extra = 0;
+  for (uint64_t bits = p.ancestors[t]; bits; bits &= bits - 1) {
+    int64_t other = __builtin_ctzll(bits);
+    int64_t apart = p.depths[t] - p.depths[row * p.nodes + other];
+    if (!l.window || apart < l.window) slots[extra++] = length + other;
+  }
+  const int64_t past = length > oldest ? length - oldest : 0, count = past + extra;
+  auto slot_of = [&](int64_t j) { return j < past ? oldest + j : slots[j - past]; };
+  for (int64_t j = 0; j < count; j++) {
+    const float* key = keys + slot_of(j) * d;
+    f16 acc = {};
+    for (int64_t i = 0; i < d; i += 16) acc += load(q + i) * load(key + i);
+    scores[j] = sum(acc) * l.scaling;
+  }
+  int64_t padded = rounded(count);
+  for (int64_t j = count; j < padded; j++) scores[j] = -INFINITY;
+  f16 best = all(-INFINITY), total = {};
+  for (int64_t j = 0; j < padded; j += 16) {
+    f16 s = load(scores + j);
+    best = s > best ? s : best;
+  }
+  float most = biggest(best);
+  for (int64_t j = 0; j < padded; j += 16) {
+    f16 e = exp16(load(scores + j) - most);
+    for (int64_t i = count - j; i < 16; i++) e[i] = 0;  // behind the last key
+    store(scores + j, e);
+    total += e;
+  }
+  float inverse = 1.0f / sum(total);
+  for (int64_t i = 0; i < d; i += 64) {
+    f16 acc[4] = {};
+    int lanes = d - i < 64 ? (d - i) / 16 : 4;
+    for (int64_t j = 0; j < count; j++) {
+      const float* value = values + slot_of(j) * d + i;
+      f16 weight = all(scores[j]);
+      for (int c = 0; c < lanes; c++) acc[c] += weight * load(value + 16 * c);
+    }
+    for (int c = 0; c < lanes; c++) store(out + i + 16 * c, acc[c] * inverse);
+  }
+}
+
+void run_layer(const Model& m, const Layer& l, const Pass& p, Buffers& b, Private& mine) {
+  const int64_t count = p.rows * p.nodes, group = m.heads / m.key_heads;
+  int64_t from, to;
+  for (int64_t r = 0; r < count; r++)
+    rms_norm(p.x + r * m.hidden, l.input_norm, m.eps, m.hidden, mine.norm + r * m.hidden);
+  Rows rows = mine.rows_for(l.q, mine.norm, count);
+  linear_shared(l.q, rows, count, b.q, Then::Store);
+  linear_shared(l.k, rows, count, b.k, Then::Store);
+  linear_shared(l.v, rows, count, b.v, Then::Store);
+  b.barrier->wait();
+  place_keys(m, l, p, b);
+  b.barrier->wait();
+  share(count * m.heads, 1, from, to);
+  for (int64_t job = from; job < to; job++) {
+    int64_t t = job / m.heads, h = job % m.heads;
+    attend(m, l, p, b.q + job * m.width, t, h / group, mine.scores, b.mixed + job * m.width);
+  }
+  b.barrier->wait();
+  linear_shared(l.o, mine.rows_for(l.o, b.mixed, count), count, p.x, Then::AddTo);
+  b.barrier->wait();
+  for (int64_t r = 0; r < count; r++)
+    rms_norm(p.x + r * m.hidden, l.after_norm, m.eps, m.hidden, mine.norm + r * m.hidden);
+  rows = mine.rows_for(l.gate, mine.norm, count);
+  share(m.inner, 48, from, to);
+  if (from < to) {
+    // Gate and up for the same outputs, so that their product needs no barrier.
+    float* other = b.other;
+    linear_part(l.gate, rows, count, b.inner, m.inner, from, to, Then::Store);
+    linear_part(l.up, rows, count, other, m.inner, from, to, Then::Store);
+    for (int64_t r = 0; r < count; r++)
+      for (int64_t i = from; i < to; i += 16) {
+        float *g = b.inner + r * m.inner + i, *u = other + r * m.inner + i;
+        store(g, activate(load(g), m.activation) * load(u));
+      }
+  }
+  b.barrier->wait();
+  linear_shared(l.down, mine.rows_for(l.down, b.inner, count), count, p.x, Then::AddTo);
+  b.barrier->wait();
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t draftahead_scratch(const Model* m, int64_t count, int64_t threads) {
+  int64_t shared = rounded(count * m->heads * m->width) * 2 +
+                   rounded(count * m->key_heads * m->width) * 2 + rounded(count * m->inner) * 2;
+  return shared + threads * private_size(*m, count) + 64;
+}
+
+void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
+  const int64_t count = p->rows * p->nodes;
+  float* at = p->scratch;
+  auto take = [&](int64_t n) { float* here = at; at += rounded(n); return here; };
+  Buffers b;
+  b.q = take(count * m->heads * m->width);
+  b.mixed = take(count * m->heads * m->width);
+  b.k = take(count * m->key_heads * m->width);
+  b.v = take(count * m->key_heads * m->width);
+  b.inner = take(count * m->inner);
+  b.other = take(count * m->inner);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp single
+    b.barrier = new Barrier(omp_get_num_threads());  // which may be fewer than asked for
+    Private mine(*m, count, at + omp_get_thread_num() * private_size(*m, count));
+    for (int64_t i = 0; i < m->layer_count; i++) run_layer(*m, m->layers[i], *p, b, mine);
+    for (int64_t r = 0; r < count; r++)
+      rms_norm(p->x + r * m->hidden, m->final_norm, m->eps, m->hidden, mine.norm + r * m->hidden);
+    linear_shared(m->head, mine.rows_for(m->head, mine.norm, count), count, p->logits, Then::Store);
+  }
+  delete b.barrier;
+}
+
+// One linear layer, for models whose shape the pass above does not know.
+void draftahead_linear(const Weights* w, const float* x, int64_t count, float* y, int64_t threads,
+                       int8_t* q, float* scales, int32_t* start) {
+  Rows rows = {x, q, scales, start};
+#pragma omp parallel num_threads(threads)
+  {
+    if (w->scales) {
+#pragma omp for
+      for (int64_t r = 0; r < count; r++)
+        quantize_row(x + r * w->in, w->in, q + r * w->in, scales + r * (w->in / GROUP),
+                     start + r * (w->in / GROUP) * 16);
+    }
+    linear_shared(*w, rows, count, y, Then::Store);
+  }
+}
+
+// Reads memory and does nothing else: the limit that every pass is measured against.
+float draftahead_read(const float* data, int64_t count, int64_t threads) {
+  float found = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : found)
+  {
+    int64_t from, to;
+    share(count, 128, from, to);
+    f16 acc[8] = {};
+    for (int64_t i = from; i + 128 <= to; i += 128)
+#pragma GCC unroll 8
+      for (int c = 0; c < 8; c++) acc[c] += load(data + i + 16 * c);
+    for (int c = 0; c < 8; c++) found += sum(acc[c]);
+  }
+  return found;
+}
+
+}  // extern "C"

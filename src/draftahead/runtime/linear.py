@@ -1,0 +1,151 @@
+"""Linear layers for a handful of rows: float32 as they are, or int8 with a scale a group."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftahead.errors import ConfigError
+from draftahead.runtime import build
+
+GROUP = 64  # weights that share a scale; also in kernels.cpp
+MOST_ROWS = 24  # beyond so many float32 rows, torch's matrix product is faster
+
+
+class Weights(ctypes.Structure):
+    """As in kernels.cpp."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_int64),
+        ("in_", ctypes.c_int64),
+    )
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weights are int8 in groups of 64 along the input, and whose inputs are
+    rounded to int8 the same way, row by row: no row can change another."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, scales = quantized(linear.weight.detach())
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("weight", weight)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_linear(self, x)
+
+    def dequantized(self) -> Tensor:
+        """[out, in] float32: what the integers stand for."""
+        whole = self.weight.view(self.out_features, -1, GROUP).float() - 128
+        return (whole * self.scales[..., None]).view(self.out_features, self.in_features)
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] float -> uint8 [out, in] (value + 128) and scales [out, in / 64]."""
+    out, width = weight.shape
+    groups = weight.float().view(out, width // GROUP, GROUP)
+    scales = groups.abs().amax(-1) / 127
+    whole = (groups / scales.clamp(min=1e-30)[..., None]).round().clamp(-127, 127)
+    return (whole + 128).to(torch.uint8).view(out, width), scales
+
+
+def quantize_model(model: Any) -> None:
+    """Puts an Int8Linear in place of every linear layer, the head included."""
+    if build.library() is None:
+        raise ConfigError(f"int8 needs our CPU kernels, and they are missing: {build.problem()}")
+    if model.device.type != "cpu":
+        raise ConfigError("quantize='int8' works on the CPU; leave it out on a GPU")
+    found = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child.in_features % GROUP == 0:
+                setattr(module, name, Int8Linear(child))
+                found += 1
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no linear layer that int8 could take")
+
+
+def describe(layer: Any) -> Weights:
+    """A layer's weights for the kernels. The layer must outlive the description."""
+    scales = getattr(layer, "scales", None)
+    return Weights(
+        layer.weight.data_ptr(),
+        None if scales is None else scales.data_ptr(),
+        None if layer.bias is None else layer.bias.data_ptr(),
+        layer.out_features,
+        layer.in_features,
+    )
+
+
+def fits(layer: Any) -> bool:
+    """Whether the kernels can take this layer."""
+    if type(layer) is Int8Linear:
+        return True
+    plain = type(layer) is nn.Linear and layer.weight.dtype == torch.float32
+    return plain and layer.weight.is_contiguous() and layer.weight.device.type == "cpu"
+
+
+def run_linear(layer: Any, x: Tensor) -> Tensor:
+    """layer(x) by our kernels."""
+    library = build.library()
+    assert library is not None
+    shape, x = x.shape, x.reshape(-1, x.shape[-1]).float().contiguous()
+    rows = x.shape[0]
+    y = torch.empty(rows, layer.out_features)
+    weights = describe(layer)
+    groups = layer.in_features // GROUP if weights.scales else 0
+    q = torch.empty(rows * groups * GROUP, dtype=torch.int8)
+    scales = torch.empty(rows * groups)
+    start = torch.empty(rows * groups * 16, dtype=torch.int32)
+    library.draftahead_linear(
+        ctypes.byref(weights),
+        x.data_ptr(),
+        rows,
+        y.data_ptr(),
+        build.threads(),
+        q.data_ptr(),
+        scales.data_ptr(),
+        start.data_ptr(),
+    )
+    return y.view(*shape[:-1], layer.out_features)
+
+
+class SmallRowLinears:
+    """While entered, the float32 linear layers of a model run by our kernels where that is
+    faster. The model itself is not changed."""
+
+    def __init__(self, model: Any) -> None:
+        found = [m for m in model.modules() if type(m) is nn.Linear and fits(m)]
+        usable = found if build.library() is not None else []
+        self._forwards = [(module, self._forward_of(module)) for module in usable]
+
+    @staticmethod
+    def _forward_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            if x.numel() > MOST_ROWS * layer.in_features:
+                return F.linear(x, layer.weight, layer.bias)
+            return run_linear(layer, x)
+
+        return forward
+
+    def __enter__(self) -> None:
+        for module, forward in self._forwards:
+            module.__dict__["forward"] = forward  # past nn.Module's slower way of setting
+
+    def __exit__(self, *_: object) -> None:
+        for module, _forward in self._forwards:
+            module.__dict__.pop("forward", None)
