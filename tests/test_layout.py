@@ -19,6 +19,7 @@ ORDER = [
     "attention",
     "hub",
     "runtime",
+    "support",
     "passes",
     "target",
     "drafters",

@@ -10,7 +10,7 @@ from packaging.version import Version
 import zoo
 from draftahead import LLM, Sampling
 from draftahead.errors import UnsupportedModelError
-from draftahead.passes import TESTED
+from draftahead.support import TESTED
 
 NEW_TOKENS = 24
 GREEDY = Sampling(temperature=0, max_tokens=NEW_TOKENS)
@@ -56,9 +56,9 @@ def test_every_architecture_called_tested_is_tested() -> None:
 
 def test_untested_architecture_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways: a model that agrees is taken, one whose window we would miss is not."""
-    from draftahead import attention, passes
+    from draftahead import attention, support
 
-    monkeypatch.setattr(passes, "TESTED", frozenset())
+    monkeypatch.setattr(support, "TESTED", frozenset())
     LLM(zoo.tiny("mistral"))
     real = attention.grouped_attention
 

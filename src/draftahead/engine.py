@@ -149,7 +149,7 @@ class Engine:
         assert isinstance(dice, DraftDice)
         # What the dice have drawn is the draft, even if the drafter failed after the draw.
         draft = dice.draft() or found[0] or nothing
-        return trimmed(draft, batch, self.target.max_nodes, trunk_only=self.exact == "replay")
+        return trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.one_shape)
 
     def _guarded(self, call: Callable[[], None], *, counts: bool = False) -> None:
         """Runs a drafter's code. A fault costs its guesses and one warning, never the text."""

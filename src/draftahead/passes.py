@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftahead import attention, tree
+from draftahead import attention, support, tree
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
 from draftahead.runtime.decoder import MOST_ROWS, Decoder, NotThisShapeError
 from draftahead.runtime.linear import SmallRowLinears
-
-# Held to transformers' own generate, token by token, in tests/test_parity.py.
-TESTED = frozenset(
-    {"cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
-    | {"gpt_oss", "gptj", "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt"}
-    | {"phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
+from draftahead.support import (
+    attention_configs,
+    context_limit,
+    longrope_switch,
+    refuse_unsupported,
+    text_config,
 )
+
 PREFILL_CHUNK = 512
-_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
 class CachedModel:
@@ -39,15 +39,15 @@ class CachedModel:
 
     def __init__(self, model: Any, *, max_batch: int, max_context: int | None, spare: int) -> None:
         """`spare`: slots behind the context for nodes that are scored and not kept."""
-        _refuse_unsupported(model)
+        refuse_unsupported(model)
         self.model = model
         self.device: torch.device = model.device
-        self.vocabulary = int(_text_config(model).vocab_size)
-        self.limit = _context_limit(model)
+        self.vocabulary = int(text_config(model).vocab_size)
+        self.limit = context_limit(model)
         self.max_context = self._chosen_context(max_context)
-        self.switch = _longrope_switch(model)
+        self.switch = longrope_switch(model)
         self._uses_interface = bool(model._can_set_attn_implementation())
-        self._configs = _configs_of(model) if self._uses_interface else []
+        self._configs = attention_configs(model) if self._uses_interface else []
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallRowLinears(model)
         self._decoder: Decoder | None = None
@@ -55,9 +55,14 @@ class CachedModel:
         calls = self._probe(probe)
         length = self.max_context + spare
         self.cache = KVCache(probe.shapes, max_batch, length, probe.dtype, self.device)
-        if model.config.model_type not in TESTED:
+        if model.config.model_type not in support.TESTED:
             self._compare_with_own_forward()
         self._decoder = self._recognised(calls)
+
+    @property
+    def bit_stable(self) -> bool:
+        """Whether a token's logits are the same bits in every pass, whatever else is in it."""
+        return self._decoder is not None
 
     def _chosen_context(self, wanted: int | None) -> int:
         if wanted is None:
@@ -76,13 +81,14 @@ class CachedModel:
         first: int = 0,
         parents: Tensor | None = None,
         live: int | None = None,
-        last_only: bool = False,
+        scored: bool = True,
     ) -> Tensor:
         """Scores nodes [B, N] of rows [first, first + B), each after what its row holds.
 
         Writes their keys behind each row's length and leaves the length as it is: `cache.keep`
         moves it. `parents` [B, N] for trees, None for chains. `live`: slots to read, by default
-        as many as are needed. Returns logits [B, N, V], or [B, 1, V] with `last_only`.
+        as many as are needed. Returns logits [B, N, V]; without `scored` only the keys count, and
+        what is returned does not.
         """
         held = [len(self.cache.contents[first + b]) for b in range(tokens.shape[0])]
         beacon = self._needs_beacon(first, max(held) + tokens.shape[1])
@@ -102,15 +108,14 @@ class CachedModel:
         positions = (lengths[:, None] + depths).clamp(max=self._last_position(first))
         if beacon:
             positions[:, -1] = self.switch or 0
-        elif self._decoder is not None and rows * width <= MOST_ROWS:
+        elif self._decoder is not None:
             above = None if parents is None else parents.tolist()
-            logits = self._decoder.run(tokens, positions, lengths, above, first)
-            return logits[:, -1:] if last_only else logits
+            return self._decoder.run(tokens, positions, held, above, first, scored)
         mask = attention.distances(lengths, depths, ancestors, live)
         slots = lengths[:, None] + torch.arange(width, device=self.device)
         window = CacheWindow(self.cache, first, slots, live)
-        logits = self._forward(tokens, positions, mask, window, last_only)
-        return logits[:, :-1] if beacon and not last_only else logits
+        logits = self._forward(tokens, positions, mask, window, scored)
+        return logits[:, :-1] if beacon else logits
 
     # longrope chooses its frequencies by the largest position in the pass: another set once a
     # text is longer than `switch`. A text is rotated alike from end to end (`cache.far`), so
@@ -134,12 +139,12 @@ class CachedModel:
         positions: Tensor,
         mask: Tensor,
         cache: Any,
-        last_only: bool,
+        scored: bool,
         attention_name: str = attention.NAME,
     ) -> Tensor:
         if not self._uses_interface:
             mask = attention.additive(mask, self.model.dtype)
-        extra = {"logits_to_keep": 1} if last_only and self._keeps_last else {}
+        extra = {} if scored or not self._keeps_last else {"logits_to_keep": 1}
         with self._our_kernels(attention_name):
             out = self.model(
                 input_ids=tokens,
@@ -150,7 +155,7 @@ class CachedModel:
                 **extra,
             )
         logits: Tensor = out.logits
-        return logits[:, -1:] if last_only else logits
+        return logits
 
     @contextmanager
     def _our_kernels(self, name: str = attention.NAME) -> Iterator[None]:
@@ -179,11 +184,11 @@ class CachedModel:
         self.cache.far[row] = far
         matched = self.cache.matched(row, tokens)
         del self.cache.contents[row][matched:]
-        chunk = fixed or PREFILL_CHUNK
+        chunk = fixed or (MOST_ROWS if self.bit_stable else PREFILL_CHUNK)
         for start in range(matched, len(tokens), chunk):
             part = list(tokens[start : start + chunk])
             block = torch.tensor([part + [0] * (fixed - len(part) if fixed else 0)])
-            self.run(block, first=row, live=live, last_only=True)
+            self.run(block, first=row, live=live, scored=False)
             self.cache.contents[row].extend(part)
         return matched
 
@@ -197,7 +202,7 @@ class CachedModel:
         calls: dict[int, dict[str, Any]] = {}
         name = attention.register(calls)
         try:
-            self._forward(one, one, one[:, None, None], probe, True, name)
+            self._forward(one, one, one[:, None, None], probe, False, name)
         except (AttributeError, TypeError, AssertionError, NotImplementedError) as problem:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not run with a cache that can be rolled back "
@@ -218,10 +223,10 @@ class CachedModel:
             decoder = Decoder(self.model, self.cache, calls)
         except (NotThisShapeError, AttributeError):
             return None
-        generator = torch.Generator().manual_seed(0)
-        count = min(self.max_context, 24) - 8
-        if self.limit < 24:
+        count = self.max_context - 6
+        if count < 1:
             return None
+        generator, count = torch.Generator().manual_seed(0), min(count, 24)
         text = torch.randint(0, self.vocabulary, (count,), generator=generator).tolist()
         self.prefill(0, text)
         nodes = torch.randint(0, self.vocabulary, (1, 6), generator=generator)
@@ -253,53 +258,3 @@ class CachedModel:
                 f"{type(self.model).__name__} gives other logits with our cache and mask than by "
                 f"itself (by {float(gap):.1e} of their size): its attention is not one we know"
             )
-
-
-# ------------------------------------------------------------------------- what a model is
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
-def _configs_of(model: Any) -> list[Any]:
-    """Every configuration object that some layer reads its attention's name from."""
-    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
-
-
-def _refuse_unsupported(model: Any) -> None:
-    name, config = type(model).__name__, _text_config(model)
-    why = None
-    if getattr(model, "_is_stateful", False):
-        why = "keeps a recurrent state that cannot be rolled back"
-    elif getattr(model.config, "is_encoder_decoder", False):
-        why = "is an encoder-decoder model"
-    elif config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        why = "uses ALiBi, whose biases do not follow our positions"
-    elif unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS:
-        why = f"has layers of a kind that we cannot mask: {', '.join(sorted(unknown))}"
-    if why:
-        raise UnsupportedModelError(f"{name} {why}; speculation cannot be exact for it")
-    if model.training:
-        raise ConfigError(f"{name} is in training mode: call model.eval() first")
-
-
-def _rope(config: Any) -> list[dict[str, Any]]:
-    found = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in found.values() if isinstance(value, dict)]
-    return nested or [found]
-
-
-def _context_limit(model: Any) -> int:
-    """How many positions the model can take. Beyond a dynamic RoPE's own length every pass
-    changes the frequencies, and with them what a draft or a batch mate may not touch."""
-    return int(getattr(_text_config(model), "max_position_embeddings", None) or 8192)
-
-
-def _longrope_switch(model: Any) -> int | None:
-    """The length beyond which longrope takes its other set of frequencies."""
-    for rope in _rope(_text_config(model)):
-        if rope.get("rope_type") == "longrope":
-            return int(rope["original_max_position_embeddings"])
-    return None

@@ -23,14 +23,17 @@ class Target:
     def __init__(
         self, model: Any, *, max_batch: int, max_context: int | None, exact: Exact
     ) -> None:
-        self.replay = exact == "replay"
-        spare = REPLAY_CHUNK if self.replay else MAX_NODES
+        replay = exact == "replay"
+        spare = REPLAY_CHUNK if replay else MAX_NODES
         self.passes = CachedModel(model, max_batch=max_batch, max_context=max_context, spare=spare)
-        self._replay_lengths: set[int] = set()  # cache lengths that passed the self-test
+        self.replay = replay
+        # Kernels whose bits depend on the shape of a pass are given one shape only.
+        self.one_shape = replay and not self.passes.bit_stable
+        self._proven: set[int] = set()  # numbers of slots that passed the self-test
 
     @property
     def max_nodes(self) -> int:
-        return REPLAY_ROWS if self.replay else MAX_NODES
+        return REPLAY_ROWS if self.one_shape else MAX_NODES
 
     @property
     def max_context(self) -> int:
@@ -53,25 +56,26 @@ class Target:
     def prefill(self, row: int, sequence: Sequence) -> int:
         """All of the text but its last token, which is the root of the next step."""
         tokens = sequence.tokens[:-1]
-        if not self.replay:
-            if not sequence.request.reuse:
-                self.passes.cache.contents[row].clear()
-            return self.passes.prefill(row, tokens)
-        live = self._replay_live(sequence)
-        self._self_test(row, live)
-        return self.passes.prefill(row, tokens, fixed=REPLAY_CHUNK, live=live)
+        if self.replay:
+            self._self_test(row, self._live(sequence))
+        if self.one_shape:
+            live = self._live(sequence)
+            return self.passes.prefill(row, tokens, fixed=REPLAY_CHUNK, live=live)
+        if not sequence.request.reuse:
+            self.passes.cache.contents[row].clear()
+        return self.passes.prefill(row, tokens)
 
     def score(self, batch: Batch, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, but for replay and for rows rotated apart."""
         self._rotate_crossed(batch)
         parents = None if tree.is_chain(draft.parents) else draft.parents
         rows = range(len(batch.sequences))
-        if self.replay:
+        if self.one_shape:
             # Each text in a pass of its own, always of one shape over the same slots: so a
             # token's logits are the same bits as a root, as a guess, with mates or without.
             width = draft.tokens.shape[1]
             padded = F.pad(draft.tokens, (0, REPLAY_ROWS - width))
-            lives = [self._replay_live(sequence) for sequence in batch.sequences]
+            lives = [self._live(sequence) for sequence in batch.sequences]
             alone = [self.passes.run(padded[r : r + 1], first=r, live=lives[r]) for r in rows]
             return Scores(torch.cat(alone)[:, :width])
         if len({self.passes.cache.far[row] for row in rows}) > 1:
@@ -96,38 +100,39 @@ class Target:
 
     # ---------------------------------------------------------------------------- replay
 
-    def _replay_live(self, sequence: Sequence) -> int:
-        """How many slots this request's passes read: a power of two that the request alone
-        decides, so that sums run over the same range from its first token to its last."""
+    def _live(self, sequence: Sequence) -> int:
+        """How many slots this request's passes read in replay: a power of two that the request
+        alone decides, so that sums run over the same range from its first token to its last."""
         most = len(sequence.request.prompt) + (sequence.sampling.max_tokens or 0)
-        needed = most + max(REPLAY_ROWS, REPLAY_CHUNK)
         live = 256
-        while live < needed:
+        while live < most + REPLAY_CHUNK:
             live *= 2
         return min(live, self.passes.cache.length)
 
     def _self_test(self, row: int, live: int) -> None:
         """A token must get the same bits as the root of a pass and as any node of a chain."""
-        if live in self._replay_lengths:
+        if live in self._proven:
             return
         generator = torch.Generator().manual_seed(live)
         start = min(live // 2, self.max_context - REPLAY_ROWS)
         shape = (start + REPLAY_ROWS,)
         tokens = torch.randint(0, self.vocabulary, shape, generator=generator).tolist()
-        self.passes.prefill(row, tokens[:start], fixed=REPLAY_CHUNK, live=live)
-        chain = tokens[start:]
-        together = self.passes.run(torch.tensor([chain]), first=row, live=live)[0].clone()
+        fixed = {"fixed": REPLAY_CHUNK, "live": live} if self.one_shape else {}
+        self.passes.prefill(row, tokens[:start], **fixed)
+        held, chain = self.passes.cache.contents[row], tokens[start:]
+        slots = live if self.one_shape else None
+        together = self.passes.run(torch.tensor([chain]), first=row, live=slots)[0].clone()
         for index, token in enumerate(chain):
-            garbage = torch.randint(0, self.vocabulary, (REPLAY_ROWS - 1,), generator=generator)
-            alone = torch.tensor([[token, *garbage.tolist()]])
-            logits = self.passes.run(alone, first=row, live=live)[0, 0]
-            if not torch.equal(logits, together[index]):
-                gap = float((logits - together[index]).abs().max())
+            others = torch.randint(0, self.vocabulary, (REPLAY_ROWS - 1,), generator=generator)
+            nodes = [token, *others.tolist()] if self.one_shape else [token]
+            alone = self.passes.run(torch.tensor([nodes]), first=row, live=slots)[0, 0]
+            if not torch.equal(alone, together[index]):
+                gap = float((alone - together[index]).abs().max())
                 raise ReplayUnsupportedError(
                     f"exact='replay' does not hold on this machine: a token's logits change by "
                     f"{gap:.1e} with its row in a pass of {REPLAY_ROWS} over {live} slots; "
                     "use exact='law', or another dtype or device"
                 )
-            self.passes.cache.contents[row].append(token)
-        self.passes.cache.contents[row].clear()
-        self._replay_lengths.add(live)
+            held.append(token)
+        held.clear()
+        self._proven.add(live)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftahead import tree
 from draftahead.kvcache import KVCache
 from draftahead.runtime import build
 from draftahead.runtime.linear import Weights, describe, fits
@@ -126,49 +127,77 @@ class Decoder:
         self,
         tokens: Tensor,
         positions: Tensor,
-        lengths: Tensor,
+        lengths: Seq[int],
         parents: Seq[Seq[int]] | None,
         first: int,
+        scored: bool,
     ) -> Tensor:
-        """As CachedModel.run: nodes [B, N] -> logits [B, N, V]."""
+        """As CachedModel.run: nodes [B, N] -> logits [B, N, V], or [B, N, 0] if not `scored`."""
         rows, nodes = tokens.shape
         x = self.embed(tokens).contiguous()
-        cos, sin = (part.contiguous() for part in self.rotary(x, positions))
-        if parents is None:
-            words = [(1 << (node + 1)) - 1 for node in range(nodes)] * rows
-            depths = torch.arange(nodes, dtype=torch.int32).repeat(rows)
-        else:
-            words, flat = [], []
-            for row in parents:
-                seen, deep = [1], [0]
-                for node in range(1, nodes):
-                    seen.append(seen[row[node]] | 1 << node)
-                    deep.append(deep[row[node]] + 1)
-                words += seen
-                flat += deep
-            depths = torch.tensor(flat, dtype=torch.int32)
-        ancestors = (ctypes.c_uint64 * len(words))(*words)
-        logits = torch.empty(rows, nodes, self.vocabulary)
+        turns = [part.expand(rows, -1, -1).contiguous() for part in self.rotary(x, positions)]
+        depths, ancestors = _shape_of(rows, nodes, parents)
+        logits = torch.empty(rows, nodes, self.vocabulary if scored else 0)
+        at_once = max(1, MOST_ROWS // nodes)
+        for start in range(0, rows, at_once):
+            part = slice(start, min(start + at_once, rows))
+            self._run(
+                x[part],
+                [turn[part] for turn in turns],
+                torch.tensor(lengths[part]),
+                torch.tensor(depths[part], dtype=torch.int32),
+                ancestors[part],
+                first + start,
+                logits[part] if scored else None,
+            )
+        return logits
+
+    def _run(
+        self,
+        x: Tensor,
+        turns: list[Tensor],
+        lengths: Tensor,
+        depths: Tensor,
+        ancestors: list[list[int]],
+        first: int,
+        logits: Tensor | None,
+    ) -> None:
+        rows, nodes = x.shape[:2]
         threads, model = build.threads(), ctypes.byref(self._model)
         needed = self._library.draftahead_scratch(model, rows * nodes, threads)
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed)
-        cos, sin = cos.expand(rows, -1, -1).contiguous(), sin.expand(rows, -1, -1).contiguous()
+        words = (ctypes.c_uint64 * (rows * nodes))(*(word for row in ancestors for word in row))
         arguments = Pass(
             rows=rows,
             nodes=nodes,
             first=first,
             lengths=lengths.data_ptr(),
             depths=depths.data_ptr(),
-            ancestors=ctypes.addressof(ancestors),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            ancestors=ctypes.addressof(words),
+            cos=turns[0].data_ptr(),
+            sin=turns[1].data_ptr(),
             x=x.data_ptr(),
-            logits=logits.data_ptr(),
+            logits=None if logits is None else logits.data_ptr(),
             scratch=self._scratch.data_ptr(),
         )
         self._library.draftahead_pass(model, ctypes.byref(arguments), threads)
-        return logits
+
+
+def _shape_of(
+    rows: int, nodes: int, parents: Seq[Seq[int]] | None
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Depth of every node, and the set of nodes that lead to it as bits; None for chains."""
+    if parents is None:
+        chain = [(1 << (node + 1)) - 1 for node in range(nodes)]
+        return [list(range(nodes))] * rows, [chain] * rows
+    ancestors = []
+    for row in parents:
+        seen = [1]
+        for node in range(1, nodes):
+            seen.append(seen[row[node]] | 1 << node)
+        ancestors.append(seen)
+    return [tree.depths(list(row)) for row in parents], ancestors
 
 
 def _require(holds: bool, what: str) -> None:

@@ -322,7 +322,7 @@ struct Pass {
   const uint64_t* ancestors;   // [rows][nodes] bit m: node m leads to this one, itself included
   const float *cos, *sin;      // [rows][nodes][width]
   float* x;                    // [rows][nodes][hidden]: embeddings in, garbage out
-  float* logits;               // [rows][nodes][vocabulary]
+  float* logits;               // [rows][nodes][vocabulary], or null if only the keys are wanted
   float* scratch;              // of draftahead_scratch(...) floats
 };
 
@@ -532,9 +532,12 @@ void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
     b.barrier = new Barrier(omp_get_num_threads());  // which may be fewer than asked for
     Private mine(*m, count, at + omp_get_thread_num() * private_size(*m, count));
     for (int64_t i = 0; i < m->layer_count; i++) run_layer(*m, m->layers[i], *p, b, mine);
-    for (int64_t r = 0; r < count; r++)
-      rms_norm(p->x + r * m->hidden, m->final_norm, m->eps, m->hidden, mine.norm + r * m->hidden);
-    linear_shared(m->head, mine.rows_for(m->head, mine.norm, count), count, p->logits, Then::Store);
+    if (p->logits) {
+      for (int64_t r = 0; r < count; r++)
+        rms_norm(p->x + r * m->hidden, m->final_norm, m->eps, m->hidden, mine.norm + r * m->hidden);
+      Rows rows = mine.rows_for(m->head, mine.norm, count);
+      linear_shared(m->head, rows, count, p->logits, Then::Store);
+    }
   }
   delete b.barrier;
 }
