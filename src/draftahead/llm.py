@@ -15,6 +15,7 @@ from draftahead import drafters, hub
 from draftahead.drafters import Drafter, Setting
 from draftahead.engine import Engine
 from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError, nearest
+from draftahead.runtime.linear import quantize_model
 from draftahead.target import Target
 from draftahead.types import Completion, Exact, Piece, Request, Sampling, Sequence, Stats
 from draftahead.verify import Rule
@@ -33,6 +34,7 @@ class LLM:
         and prompt alone, bit for bit the same for every drafter and whatever else is running.
     rule: how sampled drafts are accepted, "block" or "token"; both are exact.
     max_batch, max_context: rows and tokens of the key-value cache.
+    quantize: "int8" rounds the weights (CPU). Speculation is exact with respect to that model.
     """
 
     def __init__(
@@ -47,24 +49,33 @@ class LLM:
         device: str | torch.device | None = None,
         max_batch: int = 8,
         max_context: int | None = None,
+        quantize: Literal["int8"] | None = None,
         trust_remote_code: bool = False,
         report: hub.Report = hub.silent,
     ) -> None:
         _one_of("exact", exact, ("law", "replay"))
         _one_of("rule", rule, ("block", "token"))
+        if quantize is not None:
+            _one_of("quantize", quantize, ("int8",))
         if max_batch < 1:
             raise ConfigError(f"max_batch must be 1 or more, not {max_batch}")
 
         def load(name: str) -> tuple[Any, Any]:
-            return hub.load(
+            loaded, its_tokenizer = hub.load(
                 name, dtype=dtype, device=device, trust_remote_code=trust_remote_code, report=report
             )
+            if quantize is not None:
+                report(f"rounding {name} to {quantize}")
+                quantize_model(loaded)
+            return loaded, its_tokenizer
 
         if isinstance(model, str | Path):
             model, own_tokenizer = load(str(model))
             tokenizer = tokenizer or own_tokenizer
-        elif dtype is not None or device is not None:
-            raise ConfigError("dtype and device are those of the model given; leave them out")
+        elif dtype is not None or device is not None or quantize is not None:
+            raise ConfigError(
+                "dtype, device and quantize are for models loaded by name; this one is as it is"
+            )
         self.model, self.tokenizer = model, tokenizer
         target = Target(model, max_batch=max_batch, max_context=max_context, exact=exact)
         setting = Setting(

@@ -237,7 +237,8 @@ class CachedModel:
         self._decoder = None
         self.cache.contents[0].clear()
         gap = (theirs - ours).abs().max() / theirs.abs().max().clamp(min=1e-6)
-        return decoder if gap < 1e-3 else None
+        # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
+        return decoder if gap < (0.05 if decoder.int8 else 1e-3) else None
 
     @torch.inference_mode()
     def _compare_with_own_forward(self) -> None:

@@ -31,6 +31,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
+    quantize: options.Quantize = None,
     max_context: options.MaxContext = None,
 ) -> None:
     """Talk to a model. Drafted tokens are green; Ctrl-C stops an answer."""
@@ -44,7 +45,13 @@ def chat(
     )
     chosen = options.drafter_from(drafter, draft_model, speculative_config, num_speculative_tokens)
     llm = options.build_llm(
-        model, chosen, exact=exact, dtype=dtype, device=device, max_context=max_context
+        model,
+        chosen,
+        exact=exact,
+        dtype=dtype,
+        device=device,
+        quantize=quantize,
+        max_context=max_context,
     )
     notes = Console(stderr=True)
     if sys.stdin.isatty():

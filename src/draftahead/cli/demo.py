@@ -53,6 +53,7 @@ def demo(
     ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    quantize: options.Quantize = None,
 ) -> None:
     """Race plain against drafted decoding on prompts of six kinds; greedy, so the same text."""
     from draftahead.llm import LLM
@@ -60,7 +61,7 @@ def demo(
     chosen = options.drafter_from(drafter, draft_model, speculative_config, num_speculative_tokens)
     sampling = options.sampling_from(temperature=0, max_tokens=max_tokens)
     drafted = options.build_llm(
-        model, chosen, device=device, dtype=dtype, max_context=MAX_CONTEXT, max_batch=1
+        model, chosen, device=device, dtype=dtype, quantize=quantize, max_context=MAX_CONTEXT
     )
     plain = LLM(
         drafted.model, "none", tokenizer=drafted.tokenizer, max_context=MAX_CONTEXT, max_batch=1

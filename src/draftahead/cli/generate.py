@@ -43,6 +43,7 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Tell what drafting did.")] = False,
     dtype: options.Dtype = None,
     device: options.Device = None,
+    quantize: options.Quantize = None,
     max_context: options.MaxContext = None,
 ) -> None:
     """Continue a prompt. On a terminal, drafted tokens are green."""
@@ -60,7 +61,13 @@ def generate(
     )
     chosen = options.drafter_from(drafter, draft_model, speculative_config, num_speculative_tokens)
     llm = options.build_llm(
-        model, chosen, exact=exact, dtype=dtype, device=device, max_context=max_context
+        model,
+        chosen,
+        exact=exact,
+        dtype=dtype,
+        device=device,
+        quantize=quantize,
+        max_context=max_context,
     )
     if chat is None:
         chat = getattr(llm.tokenizer, "chat_template", None) is not None

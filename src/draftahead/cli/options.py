@@ -24,6 +24,7 @@ Tokens = Annotated[
     int | None, typer.Option("--num-speculative-tokens", "-k", help="How far to draft.")
 ]
 Exact = Annotated[str, typer.Option(help="law, or replay: bit for bit as plain decoding.")]
+Quantize = Annotated[str | None, typer.Option(help="int8: rounded weights, on the CPU.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16 ...")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens the key-value cache holds.")]
@@ -67,6 +68,7 @@ def build_llm(
     exact: str = "law",
     dtype: str | None = None,
     device: str | None = None,
+    quantize: str | None = None,
     max_context: int | None = None,
     max_batch: int = 1,
 ) -> LLM:
@@ -81,6 +83,7 @@ def build_llm(
             exact=exact,  # type: ignore[arg-type]
             dtype=dtype,
             device=device,
+            quantize=quantize,  # type: ignore[arg-type]
             max_context=max_context,
             max_batch=max_batch,
             report=report,

@@ -121,6 +121,7 @@ class Decoder:
             eps=eps.pop(),
         )
         self.vocabulary = model.lm_head.out_features
+        self.int8 = bool(self._model.head.scales)
         self._scratch = torch.empty(0)
 
     def run(
