@@ -28,6 +28,7 @@ ORDER = [
     "engine",
     "llm",
     "prompts",
+    "bench",
     "cli",
     "__main__",
 ]

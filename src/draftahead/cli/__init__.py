@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from draftahead import __version__
-from draftahead.cli import chat, demo, generate, models
+from draftahead.cli import bench, chat, demo, generate, models
 from draftahead.errors import DraftaheadError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("models")(models.models)
+app.command("bench")(bench.bench)
 
 
 def _tell_version(wanted: bool) -> None:

@@ -1,0 +1,88 @@
+"""Where and with what a figure was measured; without that it is no figure."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import draftahead
+from draftahead.runtime import build
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, machine, arguments and commit, to be kept beside results."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "argv": sys.argv[1:],
+        "versions": {
+            "draftahead": draftahead.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "kernels": build.problem() or "compiled",
+            "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        },
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Of the source that runs, with a plus sign if it was changed since; None outside git."""
+    folder = Path(draftahead.__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes used so far, by the process or on its GPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reader(size: int, device: torch.device) -> Callable[[], None]:
+    """A function that reads `size` bytes of memory once, and does nothing else."""
+    data = torch.randn(max(size // 4, 1), device=device)
+    library = build.library() if device.type == "cpu" else None
+    if library is not None:
+        return lambda: library.draftahead_read(data.data_ptr(), data.numel(), build.threads())
+    return lambda: data.sum()  # type: ignore[return-value]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,85 @@
+"""T(rows): what a pass costs by the number of nodes it scores, beside the limit of memory.
+
+This is the fact that speculation lives on: reading the weights costs the same for one row and
+for eight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftahead.bench.machine import reader, synchronize
+from draftahead.passes import CachedModel
+
+ROWS = (1, 2, 4, 8, 16, 32)
+LOW = 10  # percentile: what the machine can do when nobody disturbs it
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes that a pass must read: all weights but an embedding that is only looked up in."""
+    seen: dict[int, int] = {}
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight.data_ptr() == embedding.data_ptr()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        seen[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    if not tied:
+        seen.pop(embedding.data_ptr(), None)
+    return sum(seen.values())
+
+
+def measure_rows(
+    passes: CachedModel,
+    *,
+    rows: Seq[int] = ROWS,
+    context: int = 256,
+    repeats: int = 15,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Passes of each size and plain reads of as many bytes, turn by turn."""
+    size = weight_bytes(passes.model)
+    device, read = passes.device, reader(weight_bytes(passes.model), passes.device)
+    context = min(context, passes.max_context - max(rows))
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, passes.vocabulary, (context,), generator=generator).tolist()
+    passes.prefill(0, text)
+    blocks = {n: torch.randint(0, passes.vocabulary, (1, n), generator=generator) for n in rows}
+    jobs: dict[Any, Callable[[], Any]] = {n: partial(passes.run, blocks[n]) for n in rows}
+    jobs["read"] = read
+    spent: dict[Any, list[float]] = {name: [] for name in jobs}
+    for turn in range(repeats + 2):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            synchronize(device)
+            if turn >= 2:  # the first ones warm up
+                spent[name].append(1e3 * (time.perf_counter() - start))
+        progress()
+    passes.cache.contents[0].clear()
+
+    def low(name: Any) -> float:
+        return float(np.percentile(spent[name], LOW))
+
+    return {
+        "weight_bytes": size,
+        "context": context,
+        "memory_limit_ms": low("read"),
+        "bandwidth_gb_per_s": size / low("read") / 1e6,
+        "rows": [
+            {
+                "rows": n,
+                "ms": low(n),
+                "median_ms": float(np.median(spent[n])),
+                "over_limit": low(n) / low("read"),
+                "over_one_row": low(n) / low(rows[0]),
+            }
+            for n in rows
+        ],
+    }

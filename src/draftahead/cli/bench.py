@@ -1,0 +1,166 @@
+"""`draftahead bench`: how fast, against what, and how far from what the memory allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from draftahead.cli import options
+from draftahead.errors import ConfigError, nearest
+from draftahead.prompts import load_prompts
+
+if TYPE_CHECKING:
+    from draftahead.bench.sides import Side
+    from draftahead.llm import LLM
+    from draftahead.types import Sampling
+
+PEERS = ("transformers", "llama.cpp")
+
+
+def bench(
+    model: options.Model = "smollm2",
+    drafter: Annotated[str, typer.Option(help="Sides to run, with commas.")] = "none,lookup",
+    draft_model: options.DraftModel = None,
+    num_speculative_tokens: options.Tokens = None,
+    prompts: Annotated[str, typer.Option(help="builtin, or a file as Spec-Bench's.")] = "builtin",
+    limit: Annotated[int | None, typer.Option(help="Prompts of each task.")] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
+    batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Turns; the median counts.")] = 3,
+    against: Annotated[str, typer.Option(help="transformers, llama.cpp, with commas.")] = "",
+    rows: Annotated[bool, typer.Option("--rows", help="Measure T(rows) as well.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures.", metavar="FILE")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them into a PNG file.")] = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    quantize: options.Quantize = None,
+) -> None:
+    """Measure drafters against plain decoding and against peers, side by side in one run."""
+    from draftahead.bench.machine import peak_memory, provenance
+    from draftahead.bench.report import draw, results_table, rows_table
+    from draftahead.bench.rows import measure_rows
+
+    console, notes = Console(), Console(stderr=True)
+    names, batches, peers = _list(drafter), [_whole(b) for b in _list(batch)], _list(against)
+    for peer in peers:
+        if peer not in PEERS:
+            raise ConfigError(f"unknown peer {peer!r}{nearest(peer, PEERS)}")
+    sampling = options.sampling_from(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    chosen = load_prompts(prompts)
+    first = options.build_llm(model, "none", dtype=dtype, device=device, quantize=quantize)
+    report: dict[str, Any] = provenance() | {"model": model, "quantize": quantize}
+    if rows:
+        with _progress(notes, "T(rows)", 17) as step:
+            report |= measure_rows(first.engine.target.passes, progress=step)
+        console.print(rows_table(report))
+    results: list[dict[str, Any]] = []
+    for size in batches:
+        sides = _sides(first, names, draft_model, num_speculative_tokens, size, sampling)
+        if size == 1:
+            sides += _peers(peers, model, first)
+        found, interrupted = _run(notes, first, sides, chosen, size, limit, sampling, repeats)
+        results += found
+        if found:
+            console.print(results_table(found, f"{model}, batch {size}, {max_tokens} tokens"))
+        if interrupted:
+            notes.print("interrupted: these are the results so far")
+            break
+    report["results"] = [row for row in results if "drafter" in row]
+    report["peers"] = [row for row in results if "drafter" not in row]
+    report["peak_memory_bytes"] = peak_memory(first.engine.target.passes.device)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    if plot is not None:
+        draw(report, plot)
+
+
+def _run(
+    notes: Console,
+    llm: LLM,
+    sides: list[Side],
+    prompts: Any,
+    batch: int,
+    limit: int | None,
+    sampling: Sampling,
+    repeats: int,
+) -> tuple[list[dict[str, Any]], bool]:
+    from draftahead.bench.measure import grouped, measure, results_of
+
+    groups = grouped(prompts, llm.encode, batch, limit)
+    with _progress(notes, f"batch {batch}", len(groups) * len(sides) * repeats) as step:
+        found = measure(sides, groups, sampling, repeats, step)
+    return results_of(found, plain="none"), found.interrupted
+
+
+def _sides(
+    first: LLM,
+    names: list[str],
+    draft_model: str | None,
+    tokens: int | None,
+    batch: int,
+    sampling: Sampling,
+) -> list[Side]:
+    """Our sides share one model; plain decoding is always among them, for it is the measure."""
+    from draftahead.bench.sides import Ours
+    from draftahead.llm import LLM
+
+    found: list[Side] = []
+    for name in dict.fromkeys(["none", *names]):
+        config: dict[str, Any] = {"method": name}
+        if name != "none" and tokens is not None:
+            config["num_speculative_tokens"] = tokens
+        if name == "draft_model":
+            config["model"] = draft_model
+        llm = LLM(
+            first.model,
+            config,
+            tokenizer=first.tokenizer,
+            max_batch=batch,
+            max_context=first.engine.target.max_context,
+        )
+        found.append(Ours(name, llm, batch))
+    return found
+
+
+def _peers(names: list[str], model: str, llm: LLM) -> list[Side]:
+    from draftahead.bench.sides import LlamaCpp, transformers_peers
+    from draftahead.hub import ALIASES, load
+
+    found: list[Side] = []
+    if "transformers" in names:
+        # A model of its own: ours may be rounded, and its attention is not our affair.
+        found += transformers_peers(load(model, device=llm.model.device)[0])
+    if "llama.cpp" in names:
+        if model not in ALIASES:
+            raise ConfigError("--against llama.cpp runs the embedded model's own GGUF file")
+        found.append(LlamaCpp(model, 4096))
+    return found
+
+
+@contextmanager
+def _progress(console: Console, title: str, total: int) -> Iterator[Any]:
+    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--batch takes whole numbers from 1, with commas, not {text!r}")
+    return int(text)
