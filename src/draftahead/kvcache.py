@@ -83,6 +83,12 @@ class KVCache:
         self.contents[to] = list(self.contents[source])
         self.far[to] = self.far[source]
 
+    def clear_row(self, row: int) -> None:
+        """Forgets a row whose keys may not be finite: nothing of it may stay behind a mask."""
+        for tensor in (*self.keys, *self.values):
+            tensor[row] = 0
+        self.contents[row].clear()
+
     def swap_rows(self, one: int, other: int) -> None:
         if one == other:
             return
@@ -104,8 +110,8 @@ class CacheWindow:
 
     is_compileable = False
 
-    def __init__(self, cache: KVCache, first: int, slots: Tensor, live: int) -> None:
-        self.cache, self.first, self.live = cache, first, live
+    def __init__(self, cache: KVCache, first: int, slots: Tensor, live: int, real: int) -> None:
+        self.cache, self.first, self.live, self.real = cache, first, live, real
         self.slots = slots  # [B, N], where the new keys go
         self.rows = torch.arange(first, first + slots.shape[0], device=slots.device)[:, None]
 
@@ -113,10 +119,13 @@ class CacheWindow:
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.keys[layer_idx], self.cache.values[layer_idx]
-        # A drafted token may overflow (half precision) and is then rejected, but behind the mask
-        # its NaN would still reach the other nodes of this row: 0 * NaN. So none is stored.
-        keys[self.rows, :, self.slots] = key.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
-        values[self.rows, :, self.slots] = value.transpose(1, 2).nan_to_num(0.0, 0.0, 0.0)
+        for stored, new in ((keys, key.transpose(1, 2)), (values, value.transpose(1, 2))):
+            # A guess may overflow (half precision) and is then rejected, but behind the mask its
+            # NaN would still reach the other nodes of the row: 0 * NaN. So that of a guess is not
+            # stored. That of the text itself is: it is the target's own, and must show.
+            text, guesses = new[:, : self.real], new[:, self.real :]
+            new = torch.cat([text, guesses.nan_to_num(0.0, 0.0, 0.0)], 1)
+            stored[self.rows, :, self.slots] = new
         stop = self.first + self.slots.shape[0]
         return keys[self.first : stop, :, : self.live], values[self.first : stop, :, : self.live]
 

@@ -57,6 +57,7 @@ class CachedModel:
         self.cache = KVCache(probe.shapes, max_batch, length, probe.dtype, self.device)
         if model.config.model_type not in support.TESTED:
             self._compare_with_own_forward()
+        self._calls = calls
         self._decoder = self._recognised(calls)
 
     @property
@@ -82,13 +83,15 @@ class CachedModel:
         parents: Tensor | None = None,
         live: int | None = None,
         scored: bool = True,
+        real: int = 1,
     ) -> Tensor:
         """Scores nodes [B, N] of rows [first, first + B), each after what its row holds.
 
         Writes their keys behind each row's length and leaves the length as it is: `cache.keep`
         moves it. `parents` [B, N] for trees, None for chains. `live`: slots to read, by default
         as many as are needed. Returns logits [B, N, V]; without `scored` only the keys count, and
-        what is returned does not.
+        what is returned does not. The first `real` nodes belong to the text, the others are
+        guesses or padding.
         """
         held = [len(self.cache.contents[first + b]) for b in range(tokens.shape[0])]
         beacon = self._needs_beacon(first, max(held) + tokens.shape[1])
@@ -110,10 +113,10 @@ class CachedModel:
             positions[:, -1] = self.switch or 0
         elif self._decoder is not None:
             above = None if parents is None else parents.tolist()
-            return self._decoder.run(tokens, positions, held, above, first, scored)
+            return self._decoder.run(tokens, positions, held, above, first, scored, real)
         mask = attention.distances(lengths, depths, ancestors, live)
         slots = lengths[:, None] + torch.arange(width, device=self.device)
-        window = CacheWindow(self.cache, first, slots, live)
+        window = CacheWindow(self.cache, first, slots, live, real)
         logits = self._forward(tokens, positions, mask, window, scored)
         return logits[:, :-1] if beacon else logits
 
@@ -178,6 +181,8 @@ class CachedModel:
         `fixed`: passes cut and padded to this many by position alone, nothing reused, so that
         the keys are the same bits whatever went before.
         """
+        if self._decoder is not None and not self._decoder.is_current():
+            self._decoder = self._recognised(self._calls)
         far = self.is_far(len(tokens) + 1)  # the root follows
         if fixed or self.cache.far[row] != far:
             self.cache.contents[row].clear()
@@ -188,7 +193,7 @@ class CachedModel:
         for start in range(matched, len(tokens), chunk):
             part = list(tokens[start : start + chunk])
             block = torch.tensor([part + [0] * (fixed - len(part) if fixed else 0)])
-            self.run(block, first=row, live=live, scored=False)
+            self.run(block, first=row, live=live, scored=False, real=len(part))
             self.cache.contents[row].extend(part)
         return matched
 
@@ -203,7 +208,7 @@ class CachedModel:
         name = attention.register(calls)
         try:
             self._forward(one, one, one[:, None, None], probe, False, name)
-        except (AttributeError, TypeError, AssertionError, NotImplementedError) as problem:
+        except Exception as problem:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not run with a cache that can be rolled back "
                 f"({problem}); speculation cannot be exact for it"
@@ -218,7 +223,7 @@ class CachedModel:
     @torch.inference_mode()
     def _recognised(self, calls: dict[int, dict[str, Any]]) -> Decoder | None:
         """The kernels' own pass for this model, if it is of a shape they know and agrees with the
-        model's forward on a text, a tree and a batch."""
+        model's forward on a text and a tree."""
         try:
             decoder = Decoder(self.model, self.cache, calls)
         except (NotThisShapeError, AttributeError):
@@ -231,7 +236,9 @@ class CachedModel:
         self.prefill(0, text)
         nodes = torch.randint(0, self.vocabulary, (1, 6), generator=generator)
         parents = torch.tensor([[-1, 0, 0, 1, 3, 2]])
+        self._linears.enabled = False  # the model's very own arithmetic
         theirs = self.run(nodes, parents=parents)
+        self._linears.enabled = True
         self._decoder = decoder
         ours = self.run(nodes, parents=parents)
         self._decoder = None
@@ -244,15 +251,27 @@ class CachedModel:
     def _compare_with_own_forward(self) -> None:
         """An architecture nobody tested here must agree with itself: chunked and through our
         cache and mask as well as in one plain forward."""
+        if not self._uses_interface:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has an attention of its own that nobody has tested "
+                "with trees and ragged batches here"
+            )
         generator = torch.Generator().manual_seed(0)
-        count = min(48, self.max_context)
+        count = min(48, self.max_context - 8)
         ids = torch.randint(0, self.vocabulary, (1, count), generator=generator)
         own = self.model(input_ids=ids.to(self.device), use_cache=False).logits.float()
         half = count // 2
         self.prefill(0, ids[0, :half].tolist())
-        ours = self.run(ids[:, half:]).float()
+        # As a chain, over more slots than are used, and behind a branch that is not theirs.
+        chain = self.run(ids[:, half:], live=count + 8).float()
+        width = count - half + 1
+        parents = torch.tensor([[-1, 0, 0, *range(2, width - 1)]])
+        nodes = torch.cat([ids[:, half : half + 1], ids[:, :1], ids[:, half + 1 :]], 1)
+        branch = self.run(nodes, parents=parents).float()
         self.cache.contents[0].clear()
-        gap = (own[:, half:] - ours).abs().max() / own.abs().max().clamp(min=1e-6)
+        ours = torch.cat([chain, branch[:, :1], branch[:, 2:]], 1)
+        own = torch.cat([own[:, half:], own[:, half:]], 1)
+        gap = (own - ours).abs().max() / own.abs().max().clamp(min=1e-6)
         bound = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.1
         if not gap <= bound:
             raise UnsupportedModelError(

@@ -51,7 +51,8 @@ def _rope(config: Any) -> list[dict[str, Any]]:
 def context_limit(model: Any) -> int:
     """How many positions the model can take. Beyond a dynamic RoPE's own length every pass
     changes the frequencies, and with them what a draft or a batch mate may not touch."""
-    return int(getattr(text_config(model), "max_position_embeddings", None) or 8192)
+    limit = int(getattr(text_config(model), "max_position_embeddings", None) or 0)
+    return limit if limit > 0 else 8192
 
 
 def longrope_switch(model: Any) -> int | None:

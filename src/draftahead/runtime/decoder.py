@@ -2,8 +2,8 @@
 
 Nothing of the model is written again: weights stay where they are, embeddings and rotary
 frequencies come from the model's own modules, and a model is taken only if its parts are exactly
-those of the shape below *and* a pass agrees with the model's own forward at load. All others run
-through that forward.
+those of the shape below, its type is known, *and* a pass agrees with the model's own forward at
+load. All others run through that forward.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from draftahead.runtime.linear import Weights, describe, fits
 
 MOST_NODES = 64  # of a row: ancestors are the bits of one word
 MOST_ROWS = 64  # of all nodes of a pass
+# Others may have the same parts and another forward, at positions that no comparison reaches.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "PytorchGELUTanh": 1}
 
 
@@ -63,7 +65,7 @@ class Model(ctypes.Structure):
 
 class Pass(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "nodes", "first")),
+        *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "real")),
         *(
             (name, ctypes.c_void_p)
             for name in ["lengths", "depths", "ancestors", "cos", "sin", "x", "logits", "scratch"]
@@ -83,8 +85,8 @@ class Decoder:
         library = build.library()
         if library is None:
             raise NotThisShapeError(build.problem())
-        self._library, self._keep = library, (model, cache)
-        body = model.model
+        self._library, self._hf, body = library, model, model.model
+        _require(model.config.model_type in MODEL_TYPES, "another model type")
         _require(set(dict(model.named_children())) == {"model", "lm_head"}, "other heads")
         children = {"embed_tokens", "layers", "norm", "rotary_emb"}
         _require(set(dict(body.named_children())) == children, "other modules")
@@ -120,9 +122,24 @@ class Decoder:
             head=describe(model.lm_head),
             eps=eps.pop(),
         )
+        self._bound = self._addresses()
         self.vocabulary = model.lm_head.out_features
         self.int8 = bool(self._model.head.scales)
         self._scratch = torch.empty(0)
+
+    def _addresses(self) -> tuple[tuple[Tensor, int], ...]:
+        tensors = [*self._hf.parameters(), *self._hf.buffers()]
+        return tuple((tensor, tensor.data_ptr()) for tensor in tensors)
+
+    def is_current(self) -> bool:
+        """Whether the model is still what was bound: its owner may have moved, cast or replaced
+        weights since, or hung hooks on its modules. To be asked before each text."""
+        now, then = self._addresses(), self._bound
+        return (
+            len(now) == len(then)
+            and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(now, then, strict=True))
+            and not any(_is_patched(module) for module in self._hf.modules())
+        )
 
     def run(
         self,
@@ -132,11 +149,13 @@ class Decoder:
         parents: Seq[Seq[int]] | None,
         first: int,
         scored: bool,
+        real: int,
     ) -> Tensor:
         """As CachedModel.run: nodes [B, N] -> logits [B, N, V], or [B, N, 0] if not `scored`."""
         rows, nodes = tokens.shape
         x = self.embed(tokens).contiguous()
         turns = [part.expand(rows, -1, -1).contiguous() for part in self.rotary(x, positions)]
+        assert turns[0].shape[-1] == self._model.width
         depths, ancestors = _shape_of(rows, nodes, parents)
         logits = torch.empty(rows, nodes, self.vocabulary if scored else 0)
         at_once = max(1, MOST_ROWS // nodes)
@@ -148,7 +167,7 @@ class Decoder:
                 torch.tensor(lengths[part]),
                 torch.tensor(depths[part], dtype=torch.int32),
                 ancestors[part],
-                first + start,
+                (first + start, real),
                 logits[part] if scored else None,
             )
         return logits
@@ -160,7 +179,7 @@ class Decoder:
         lengths: Tensor,
         depths: Tensor,
         ancestors: list[list[int]],
-        first: int,
+        place: tuple[int, int],
         logits: Tensor | None,
     ) -> None:
         rows, nodes = x.shape[:2]
@@ -172,7 +191,8 @@ class Decoder:
         arguments = Pass(
             rows=rows,
             nodes=nodes,
-            first=first,
+            first=place[0],
+            real=place[1],
             lengths=lengths.data_ptr(),
             depths=depths.data_ptr(),
             ancestors=ctypes.addressof(words),
@@ -199,6 +219,10 @@ def _shape_of(
             seen.append(seen[row[node]] | 1 << node)
         ancestors.append(seen)
     return [tree.depths(list(row)) for row in parents], ancestors
+
+
+def _is_patched(module: Any) -> bool:
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def _require(holds: bool, what: str) -> None:

@@ -44,15 +44,35 @@ inline float sum(f16 v) {
   return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
+// Eight such sums at once, in that very order.
+inline __attribute__((always_inline)) void sum8(const f16* v, float* out) {
+  auto halves = [](f16 a, f16 b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  };
+  auto quarters = [](f16 a, f16 b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  };
+  f16 a = quarters(halves(v[0], v[1]), halves(v[2], v[3]));
+  f16 b = quarters(halves(v[4], v[5]), halves(v[6], v[7]));
+  f16 c = __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+          __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  f16 d = __builtin_shufflevector(c, c, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14) +
+          __builtin_shufflevector(c, c, 1, 3, 5, 7, 9, 11, 13, 15, 1, 3, 5, 7, 9, 11, 13, 15);
+  std::memcpy(out, &d, 8 * sizeof(float));
+}
+
 inline float biggest(f16 v) {
   float best = v[0];
   for (int i = 1; i < 16; i++) best = v[i] > best ? v[i] : best;
   return best;
 }
 
-// exp by 2^n * p(r), |error| about 1e-7 relative; -inf gives 0.
+// exp by 2^n * p(r), about 1e-7 off, within [-87, 88]; NaN stays NaN.
 inline f16 exp16(f16 x) {
   x = x < -87.0f ? all(-87.0f) : x;
+  x = x > 88.0f ? all(88.0f) : x;  // beyond, 2^n would run into the sign bit
   f16 n = x * 1.44269504f + 12582912.0f;  // rounds to the nearest whole number
   n -= 12582912.0f;
   f16 r = x - n * 0.693145752f - n * 1.42860677e-6f;
@@ -99,7 +119,8 @@ void quantize_row(const float* x, int64_t in, int8_t* q, float* scales, int32_t*
       most = size > most ? size : most;
     }
     float top = biggest(most), inverse = top > 0 ? 127.0f / top : 0.0f;
-    scales[g] = top / 127.0f;
+    // NaN and infinity have no whole number; through the scale they reach every result.
+    scales[g] = top / 127.0f + sum((v[0] + v[1] + v[2] + v[3]) * 0.0f);
     for (int i = 0; i < 4; i++) {
       f16 whole = v[i] * inverse + 12582912.0f;  // rounds to the nearest whole number
       i16 value = __builtin_convertvector(whole - 12582912.0f, i16);
@@ -123,8 +144,9 @@ inline __attribute__((always_inline)) void dot_f32(const Weights& w, const Rows&
 #pragma GCC unroll 8
     for (int i = 0; i < NB; i++) {
       wv[i] = load(data + (n0 + i) * in + k);
-      // The next block but one: compute and memory then overlap.
-      __builtin_prefetch(data + (n0 + i + 2 * NB) * in + k);
+      // The next block but one, into the second-level cache (the first is too small for it):
+      // compute and memory then overlap.
+      __builtin_prefetch(data + (n0 + i + 2 * NB) * in + k, 0, 2);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -150,7 +172,7 @@ inline __attribute__((always_inline)) void dot_int8(const Weights& w, const Rows
 #pragma GCC unroll 8
     for (int i = 0; i < NB; i++) {
       const uint8_t* from = data + (n0 + i) * in + g * GROUP;
-      __builtin_prefetch(from + 2 * NB * in);
+      __builtin_prefetch(from + 2 * NB * in, 0, 2);
       f16 scale = all(w.scales[(n0 + i) * groups + g]);
 #ifdef __AVX512VNNI__
       __m512i wv = _mm512_loadu_si512(from);
@@ -188,11 +210,18 @@ inline __attribute__((always_inline)) void block(const Weights& w, const Rows& r
     for (int r = 0; r < R; r++) acc[i][r] = f16{};
   if constexpr (INT8) dot_int8<R, NB>(w, rows, n0, acc);
   else dot_f32<R, NB>(w, rows, n0, acc);
+  constexpr int COUNT = NB * R;
+  float sums[COUNT];
+  const f16* flat = &acc[0][0];
+#pragma GCC unroll 8
+  for (int j = 0; j + 8 <= COUNT; j += 8) sum8(flat + j, sums + j);
+#pragma GCC unroll 8
+  for (int j = COUNT / 8 * 8; j < COUNT; j++) sums[j] = sum(flat[j]);
 #pragma GCC unroll 8
   for (int i = 0; i < NB; i++)
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      float value = sum(acc[i][r]) + (w.bias ? w.bias[n0 + i] : 0.0f);
+      float value = sums[i * R + r] + (w.bias ? w.bias[n0 + i] : 0.0f);
       float* at = y + r * stride + n0 + i;
       *at = then == Then::AddTo ? *at + value : value;
     }
@@ -317,6 +346,7 @@ struct Model {
 // One pass over `rows` texts of `nodes` new nodes each.
 struct Pass {
   int64_t rows, nodes, first;  // first: of the cache's rows
+  int64_t real;                // nodes of a row that belong to its text; behind them are guesses
   const int64_t* lengths;      // [rows] keys each text has already
   const int32_t* depths;       // [rows][nodes]
   const uint64_t* ancestors;   // [rows][nodes] bit m: node m leads to this one, itself included
@@ -406,10 +436,12 @@ void place_keys(const Model& m, const Layer& l, const Pass& p, Buffers& b) {
     int64_t row = t / p.nodes, node = t % p.nodes;
     int64_t slot = p.lengths[row] + node;
     int64_t at = (((p.first + row) * m.key_heads + h) * m.length + slot) * d;
-    for (int64_t i = 0; i < d; i++) {
-      // A rejected guess that overflowed must not reach its neighbours as 0 * NaN.
-      l.keys[at + i] = std::isfinite(k[i]) ? k[i] : 0.0f;
-      l.values[at + i] = std::isfinite(v[i]) ? v[i] : 0.0f;
+    std::memcpy(l.keys + at, k, d * sizeof(float));
+    std::memcpy(l.values + at, v, d * sizeof(float));
+    if (node < p.real) continue;
+    for (int64_t i = 0; i < d; i++) {  // see CacheWindow in kvcache.py
+      if (!std::isfinite(k[i])) l.keys[at + i] = 0.0f;
+      if (!std::isfinite(v[i])) l.values[at + i] = 0.0f;
     }
   }
 }

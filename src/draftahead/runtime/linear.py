@@ -131,6 +131,7 @@ class SmallRowLinears:
     def __init__(self, model: Any) -> None:
         found = [m for m in model.modules() if type(m) is nn.Linear and fits(m)]
         usable = found if build.library() is not None else []
+        self.enabled = True
         self._forwards = [(module, self._forward_of(module)) for module in usable]
 
     @staticmethod
@@ -143,9 +144,13 @@ class SmallRowLinears:
         return forward
 
     def __enter__(self) -> None:
+        if not self.enabled:
+            return
         for module, forward in self._forwards:
-            module.__dict__["forward"] = forward  # past nn.Module's slower way of setting
+            # Past nn.Module's slower way of setting; what its owner has patched stays.
+            module.__dict__.setdefault("forward", forward)
 
     def __exit__(self, *_: object) -> None:
-        for module, _forward in self._forwards:
-            module.__dict__.pop("forward", None)
+        for module, forward in self._forwards:
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
