@@ -165,7 +165,6 @@ def test_demo_races_and_writes_its_table(
 
     prompts = [BenchPrompt(kind, kind, ("w5 w6 w7 w5 w6",)) for kind in demo.KINDS]
     monkeypatch.setattr(demo, "load_prompts", lambda: prompts)
-    monkeypatch.setattr(demo, "MAX_CONTEXT", 64)
     file = tmp_path / "table.json"
     arguments = ("demo", "--model", folder, "--max-tokens", "10", "--json", str(file))
     assert run(monkeypatch, *arguments) == 0

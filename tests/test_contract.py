@@ -119,9 +119,15 @@ def test_stop_string_across_tokens(
 def test_stop_string_waits_for_min_tokens(
     drafted: LLM, plain: LLM, answers: dict[tuple[int, ...], list[int]]
 ) -> None:
+    """A stop string that came too early does not count later either, long stops beside it."""
     answer = answers[tuple(PROMPTS[1])]
-    out = both(drafted, plain, greedy(stop=f"<{answer[2]}>", min_tokens=9))
-    assert len(out.token_ids) >= 8
+    late = next(i for i in range(9, LENGTH) if answer[i] not in answer[:i])
+    for before in range(1, 5):
+        early = late - before
+        stops = [f"<{answer[early]}>", "x" * 40, f"<{answer[late]}>"]
+        out = both(drafted, plain, greedy(stop=stops, min_tokens=late))
+        second = [i for i in range(late - 1, LENGTH) if answer[i] in (answer[early], answer[late])]
+        assert out.token_ids == answer[: second[0]]
 
 
 def test_stream_shows_what_generate_gives(drafted: LLM) -> None:
@@ -145,6 +151,26 @@ def test_stream_never_shows_what_a_stop_takes_back(
     pieces = list(drafted.stream(PROMPTS[1], sampling))
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [i for piece in pieces for i in piece.token_ids] == whole.token_ids
+
+
+def test_streams_may_be_interleaved(drafted: LLM) -> None:
+    """A step of one advances the other; neither loses anything."""
+    expected = drafted.generate(PROMPTS[:2], greedy(max_tokens=12))
+    streams = [drafted.stream(prompt, greedy(max_tokens=12)) for prompt in PROMPTS[:2]]
+    seen: list[list[int]] = [[], []]
+    open_ = {0, 1}
+    while open_:
+        for i in sorted(open_):
+            piece = next(streams[i], None)
+            if piece is None:
+                open_.discard(i)
+            else:
+                seen[i] += piece.token_ids
+    assert seen == [out.token_ids for out in expected]
+    lone = drafted.stream(PROMPTS[0], greedy(max_tokens=12))
+    first = next(lone).token_ids
+    drafted.generate(PROMPTS[1], greedy())
+    assert first + [i for piece in lone for i in piece.token_ids] == expected[0].token_ids
 
 
 def test_a_dropped_stream_frees_its_row(drafted: LLM) -> None:
@@ -223,14 +249,55 @@ def test_logprobs_are_of_the_law_sampled_from(drafted: LLM, plain: LLM, target: 
 def test_unset_fields_follow_the_generation_config(target: Any, plain: LLM) -> None:
     config = target.generation_config
     config.do_sample, config.temperature, config.top_k, config.max_new_tokens = True, 0.6, 3, 7
+    config.min_p, config.repetition_penalty, config.bad_words_ids = 0.1, 1.5, [[4]]
     try:
         followed = plain._followed(Sampling(), room=100)
         assert (followed.temperature, followed.top_k, followed.max_tokens) == (0.6, 3, 7)
+        assert (followed.min_p, followed.repetition_penalty) == (0.1, 1.5)
+        assert followed.bad_words == [[4]]
         kept = plain._followed(Sampling(temperature=0, max_tokens=3), room=100)
         assert (kept.temperature, kept.max_tokens) == (0, 3)
     finally:
         config.do_sample, config.temperature, config.top_k, config.max_new_tokens = [None] * 4
+        config.min_p, config.repetition_penalty, config.bad_words_ids = [None] * 3
     assert plain._followed(Sampling(), room=100).greedy
+
+
+def test_penalties_by_hand() -> None:
+    """Repetition over prompt and output, the other two over the output alone, counted."""
+    from draftahead.sampling import Context, processed
+    from toy import World
+
+    setting = Sampling(
+        temperature=1.0,
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={3: 1.0},
+        bad_words=(),
+    )
+    sequence = World(0, setting, prompt=(0, 1)).sequence()
+    sequence.tokens += [2, 2]
+    found = processed(torch.tensor([[4.0, -4.0, 4.0, 4.0]]), [Context(sequence, (1,))])
+    # 0: in the prompt. 1: in the prompt, and drafted once. 2: twice in the output. 3: biased.
+    assert found.tolist() == [[2.0, -8.0 - 0.75, 2.0 - 1.0, 5.0]]
+
+
+def test_a_processor_that_fails_ends_its_own_request(plain: LLM) -> None:
+    from draftahead.errors import ProcessorError
+
+    def explodes(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > len(PROMPTS[1]) + 3:
+            raise RuntimeError("boom")
+        return scores
+
+    wide = greedy(processors=[lambda ids, scores: scores[:, :-1]])
+    settings = [greedy(), greedy(processors=[explodes]), wide]
+    outs = plain.generate(PROMPTS, settings, errors="return")
+    assert [out.finish_reason for out in outs] == ["length", "error", "error"]
+    assert isinstance(outs[1].error, ProcessorError)
+    assert "boom" in str(outs[1].error)
+    assert len(outs[1].token_ids) == 4
 
 
 def test_greedy_takes_the_lowest_id_on_ties(target: Any) -> None:

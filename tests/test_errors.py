@@ -30,6 +30,9 @@ BAD_PROMPTS: dict[str, tuple[Any, Sampling, type[Exception], str]] = {
     "text": ("hello", GREEDY, errors.ConfigError, "pass tokenizer="),
     "bias": ([1], Sampling(logit_bias={500: 1.0}), errors.ConfigError, "token 500 is outside"),
     "stop": ([1], Sampling(stop_token_ids=[-1]), errors.ConfigError, "token -1 is outside"),
+    "banned": ([1], Sampling(bad_words=[[10**6]]), errors.ConfigError, "token 1000000 is outside"),
+    "stops": ([1], Sampling(stop="x"), errors.ConfigError, "use stop_token_ids"),
+    "nothing": (None, GREEDY, errors.PromptError, "cannot be turned into tokens"),
     "words": ([1], Sampling(bad_words=["no"]), errors.ConfigError, "need a tokenizer"),
 }
 
@@ -69,6 +72,12 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n must be 1"),
     ({"stop": ["a", ""]}, "stop must be text"),
     ({"logprobs": -1}, "logprobs must be 0"),
+    ({"temperature": "0.7"}, "temperature must be a number"),
+    ({"top_k": 1.5}, "top_k must be a whole number"),
+    ({"seed": 1.5}, "seed must be a whole number"),
+    ({"n": True}, "n must be a whole number"),
+    ({"logit_bias": {"5": 1.0}}, "take token ids"),
+    ({"bad_words": "foo"}, "bad_words must be a list"),
 ]
 
 
@@ -92,6 +101,8 @@ BAD_DRAFTERS: list[tuple[Any, type[Exception], str]] = [
     ({"method": "lookup", "prompt_lookup_min": 5}, errors.ConfigError, "must not exceed"),
     ("draft_model", errors.ConfigError, "needs 'model'"),
     (7, errors.ConfigError, "not int"),
+    ({"method": 5}, errors.UnknownDrafterError, "no drafter '5'"),
+    ({"method": "draft_model", "model": 5}, errors.ConfigError, "5 is no model"),
 ]
 
 
@@ -111,6 +122,10 @@ def test_bad_options_of_the_llm() -> None:
         LLM(model, max_batch=0)
     with pytest.raises(errors.ConfigError, match=r"model.eval\(\)"):
         LLM(zoo.tiny("llama").train())
+    with pytest.raises(errors.ConfigError, match="5 is no model"):
+        LLM(5)
+    with pytest.raises(errors.ConfigError, match="errors cannot be 'rase'"):
+        LLM(model).generate([1], errors="rase")  # type: ignore[arg-type]
     with pytest.raises(errors.ModelNotFoundError, match="did you mean 'smollm2'"):
         LLM("smollm")
 

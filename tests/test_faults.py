@@ -198,3 +198,40 @@ def test_non_finite_target_ends_its_row_only(target: Any) -> None:
         assert outs is not None
         assert [o.finish_reason for o in outs] == ["length", "error", "length"]
         assert [o.token_ids for o in outs] == [expected[0], expected[1][:5], expected[2]]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_nan_in_the_prompt_is_an_error_not_a_text(kernels: bool) -> None:
+    """The target's own NaN must show, also from a token that is only read; and it leaves nothing
+    behind for the next text in that row."""
+    from draftahead import errors
+
+    model = zoo.tiny("llama", dtype=torch.float32)
+    poison, clean = 50, [3, 5, 7]
+    expected = LLM(model, drafter="none").generate(clean, GREEDY)[0].token_ids
+    assert poison not in expected
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = torch.nan
+    llm = LLM(model, drafter="lookup", max_batch=2)
+    if not kernels:
+        llm.engine.target.passes._decoder = None
+    outs = llm.generate([[3, poison, 5], clean], GREEDY, errors="return")
+    assert isinstance(outs[0].error, errors.NonFiniteLogitsError)
+    assert outs[1].token_ids == expected
+    with pytest.raises(errors.NonFiniteLogitsError):
+        list(llm.stream([3, poison, 5], GREEDY, reuse=True))
+    with pytest.raises(errors.NonFiniteLogitsError):
+        list(llm.stream([3, poison, 5, 9], GREEDY, reuse=True))
+    assert llm.generate(clean, GREEDY)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("shape", [(1, 1, zoo.VOCABULARY), (2, zoo.VOCABULARY), (zoo.VOCABULARY,)])
+def test_dice_refuse_wrong_shapes(shape: tuple[int, ...], target: Any, expected: Any) -> None:
+    class Clumsy(Drafter):
+        def propose(self, batch: Batch) -> Draft | None:
+            batch.dice.draw(torch.zeros(shape))
+            return None
+
+    with pytest.warns(DrafterFaultWarning, match="dice want logits"):
+        out = LLM(target, drafter=Clumsy()).generate(zoo.ragged_prompts(1), WARM)[0]
+    assert out.token_ids == expected[WARM][0]

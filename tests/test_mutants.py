@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from draftahead import sampling, verify
-from draftahead.sampling import Context
-from draftahead.types import Draft
+from draftahead.sampling import Context, DraftDice
+from draftahead.types import Batch, Draft, Scores
 from test_rules import PLAIN, SETTINGS, sibling_trees
-from toy import World, add_step, distance, sequence_law
+from toy import VOCABULARY, World, add_step, distance, sequence_law
 
 Patch = tuple[Any, str, Callable[..., Any]]
 CAUGHT = 1e-3  # total variation; a right rule stays under 1e-12
@@ -61,7 +61,7 @@ BLOCK_MUTANTS: dict[str, Patch] = {
     "residual at the end of the chain too": (
         verify,
         "block_residual",
-        lambda p, q, weight, end: verify.residual(weight[:, None] * p, torch.roll(p, 1, -1)),
+        lambda p, q, weight, end: verify.residual(weight[:, None] * p, q + 0.1 * end[:, None]),
     ),
 }
 TOKEN_MUTANTS: dict[str, Patch] = {
@@ -166,12 +166,24 @@ def test_bonus_token_without_processors_is_caught(
     assert error(rule, "penalties") > CAUGHT
 
 
-def impossible_token_accepted() -> bool:
-    """Whether a coin of exactly 0 lets a token through that the target never says."""
-    return bool(verify.coin(torch.zeros(()), torch.zeros(())))
+def accepts_the_impossible() -> bool:
+    """Whether verify lets a token through that the target never says, at a coin of exactly 0."""
+    world = World(1, PLAIN)
+    law = world.law(())
+    impossible = int((law == 0).nonzero()[0])
+    sequence = world.sequence()
+    draft = Draft.chains([world.prompt[-1]], [[impossible]])
+    laws = torch.full((1, 2, VOCABULARY), 1 / VOCABULARY)
+    draft = Draft(draft.tokens, draft.parents, draft.sizes, laws)
+    batch = Batch((sequence,), (1,), DraftDice([sequence], [0], VOCABULARY, "law"))
+    paths = [world.prompt, (*world.prompt, impossible)]
+    scores = Scores(torch.stack([world.logits("target", path) for path in paths])[None])
+    found = [verify.verify(draft, scores, batch, rule).tokens[0] for rule in ("block", "token")]
+    return any(tokens[0] == impossible for tokens in found)
 
 
 def test_coin_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not impossible_token_accepted()
+    monkeypatch.setattr(verify, "uniforms", lambda keys, n, device: torch.zeros(len(keys), n))
+    assert not accepts_the_impossible()
     monkeypatch.setattr(verify, "coin", lambda chance, uniform: uniform <= chance)
-    assert impossible_token_accepted()
+    assert accepts_the_impossible()

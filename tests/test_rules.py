@@ -118,7 +118,10 @@ def test_point_mass_tree_follows_the_targets_own_draws(
     for text in itertools.product(range(VOCABULARY), repeat=5):
 
         def says(
-            logits: torch.Tensor, contexts: list[Context], text: tuple[int, ...] = text
+            logits: torch.Tensor,
+            contexts: list[Context],
+            text: tuple[int, ...] = text,
+            apart: bool = False,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             said = (*text, 0, 0, 0, 0)[len(contexts[0].path)]
             return torch.tensor([said]), torch.tensor([True])

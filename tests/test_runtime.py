@@ -79,6 +79,47 @@ def test_other_shapes_are_left_alone(name: str) -> None:
     ).bit_stable
 
 
+def test_activations_of_extreme_size() -> None:
+    """Gates far below and above what an exponential can hold."""
+    model = shaped("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight.mul_(60)
+    prompts = zoo.ragged_prompts(2)
+    llm = LLM(model, "none")
+    assert llm.engine.target.passes.bit_stable
+    expected = [zoo.reference(model, prompt, 32) for prompt in prompts]
+    assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == expected
+
+
+def test_a_model_changed_after_binding_is_noticed() -> None:
+    """Its owner moves, replaces or patches weights: the text is that of the model as it is."""
+    model = shaped("llama")
+    llm = LLM(model, "none")
+    prompt = [1, 2, 3]
+
+    def agrees() -> bool:
+        return llm.generate(prompt, GREEDY)[0].token_ids == zoo.reference(model, prompt, 32)
+
+    assert agrees()
+    model.model.layers[1].mlp.up_proj.weight.data = model.model.layers[2].mlp.up_proj.weight * 1.5
+    assert agrees()
+    model.lm_head = torch.nn.Linear(192, 97, bias=False).requires_grad_(False)
+    assert agrees()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
+    assert agrees()
+    assert not llm.engine.target.passes.bit_stable
+
+
+def test_a_patched_linear_is_used_and_stays() -> None:
+    model = shaped("llama")
+    layer = model.model.layers[0].self_attn.q_proj
+    real = layer.forward
+    layer.forward = lambda x: real(x) * 1.3
+    before = zoo.reference(model, [1, 2, 3], 32)
+    assert LLM(model, "none").generate([1, 2, 3], GREEDY)[0].token_ids == before
+    assert zoo.reference(model, [1, 2, 3], 32) == before
+
+
 def test_a_model_that_only_looks_alike_is_left_alone() -> None:
     """The right parts, but a forward that does something else: found out by comparison."""
     model = shaped("llama")

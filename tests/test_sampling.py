@@ -157,3 +157,76 @@ def test_block_acceptance_is_sound_for_any_laws(
         law = verify.block_residual(p[:, i], q[:, i], weight[:, i], torch.tensor([False]))
         assert float(law.min()) >= 0
         assert float(law.sum()) == pytest.approx(1)
+
+
+def test_uniforms_never_reach_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_mix", lambda x: torch.full_like(x, -1))
+    assert 0 < float(uniforms([0], 1)) < 1
+    monkeypatch.setattr(sampling, "_mix", lambda x: torch.zeros_like(x))
+    assert 0 < float(uniforms([0], 1)) < 1
+
+
+def first_token_error(rule: verify.Rule, seed: int, texts: int) -> float:
+    """Total variation between drawn and exact law of the first token, by the real keys."""
+    from collections import Counter
+
+    from draftahead.types import Batch, Scores
+    from toy import VOCABULARY
+
+    base = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    world, depth, counts = World(seed, base), 3, Counter[int]()
+    sequences = []
+    for number in range(texts):
+        sequences.append(world.sequence())
+        sequences[-1].key = hash_key(seed, number)
+    dice = sampling.DraftDice(sequences, [depth] * texts, VOCABULARY, "law")
+    for _ in range(depth):
+        paths = [world.prompt + tuple(chain) for chain in dice.chains]
+        dice.draw(torch.stack([world.logits("drafter", path) for path in paths]))
+    logits = torch.stack(
+        [
+            torch.stack(
+                [world.logits("target", world.prompt + tuple(chain[:i])) for i in range(depth + 1)]
+            )
+            for chain in dice.chains
+        ]
+    )
+    draft = dice.draft()
+    assert draft is not None
+    batch = Batch(tuple(sequences), (depth,) * texts, dice)
+    verdict = verify.verify(draft, Scores(logits), batch, rule)
+    counts.update(tokens[0] for tokens in verdict.tokens)
+    law = world.law(()).tolist()
+    return sum(abs(counts[token] / texts - chance) for token, chance in enumerate(law)) / 2
+
+
+NOISE = 0.015  # half the distance that 12,000 draws of four tokens have by chance is about 0.005
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_draws_and_coins_are_independent(seed: int) -> None:
+    """The enumeration replaces chance; here the keyed noise itself is at work."""
+    assert first_token_error("block", seed, 12_000) < NOISE
+
+
+def test_shared_noise_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: coins that share the stream of the draws."""
+
+    def same_stream(stream: Stream, at: Context) -> int:
+        return hash_key(at.sequence.key, 1, len(at.sequence.tokens), len(at.path))
+
+    monkeypatch.setattr(sampling, "step_key", same_stream)
+    monkeypatch.setattr(verify, "step_key", same_stream)
+    assert max(first_token_error("block", seed, 12_000) for seed in (1, 3, 4)) > NOISE
+
+
+def test_a_draft_without_a_law_ends_before_the_draw() -> None:
+    """A processor may forbid everything a drafter would say: then there is no guess, and the
+    guesses before it stay lawful."""
+    from toy import VOCABULARY
+
+    at = context(processors=[lambda ids, scores: torch.full_like(scores, -torch.inf)])
+    dice = sampling.DraftDice([at.sequence], [4], VOCABULARY, "law")
+    dice.draw(torch.zeros(1, VOCABULARY))
+    assert dice.chains == [[]]
+    assert dice.draft() is None

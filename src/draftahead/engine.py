@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 
 import torch
 
@@ -87,15 +88,20 @@ class Engine:
             scores = self.target.score(batch, draft)
             verdict = verify(draft, scores, batch, self.rule)
             self.target.keep(batch, draft, verdict)
-        with clock("draft_seconds"):
-            self._guarded(lambda: self.drafter.learn(batch, verdict, scores))
         with clock("other_seconds"):
             logprobs = _logprobs(batch, scores, verdict)
+        with clock("draft_seconds"):
+            told = deepcopy((verdict.paths, verdict.tokens))  # a drafter's slip stays its own
+            self._guarded(lambda: self.drafter.learn(batch, Verdict(*told), scores))
+        with clock("other_seconds"):
             depths = [tree.depths(row) for row in draft.parents.tolist()]
             self.scheduler.commit(batch, draft, depths, verdict, logprobs)
             for sequence in batch.sequences:
                 if sequence.finish_reason is not None:
                     sequence.tail.flush()
+                    if sequence.finish_reason == "error":
+                        row = self.scheduler.running.index(sequence)
+                        self.target.passes.cache.clear_row(row)
                     self.release(sequence)
         for sequence in batch.sequences:
             clock.charge(sequence.stats)
@@ -106,7 +112,7 @@ class Engine:
         most = self.target.max_nodes - 1
         rooms = [max(0, min(self.scheduler.room(s), self.target.room(s), most)) for s in sequences]
         dice = DraftDice(sequences, rooms, self.target.vocabulary, self.exact)
-        return Batch(sequences, tuple(rooms), dice)
+        return Batch(sequences, tuple(rooms), dice, self.exact)
 
     def _admit(self) -> None:
         """Gives waiting sequences a row and fills it: with what an idle row or a sister holds
@@ -250,6 +256,7 @@ def trimmed(draft: Draft, batch: Batch, max_nodes: int, *, trunk_only: bool) -> 
         kept.append(nodes)
     if all(len(nodes) == size for nodes, size in zip(kept, draft.sizes, strict=True)):
         return draft
+    assert draft.laws is None, "the dice keep to the room; cutting what they drew would be a bias"
     tokens = draft.tokens.tolist()
     place = [{node: i for i, node in enumerate(nodes)} for nodes in kept]
     guesses = [

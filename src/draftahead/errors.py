@@ -57,6 +57,10 @@ class NonFiniteLogitsError(DraftaheadError):
     """The target itself computed NaN or infinite logits."""
 
 
+class ProcessorError(DraftaheadError):
+    """A logits processor of the user's failed."""
+
+
 class ReplayUnsupportedError(DraftaheadError):
     """The kernels on this machine do not hold what exact="replay" promises."""
 

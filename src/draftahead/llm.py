@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import warnings
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -17,11 +18,17 @@ from draftahead.engine import Engine
 from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError, nearest
 from draftahead.runtime.linear import quantize_model
 from draftahead.target import Target
+from draftahead.text import no_text
 from draftahead.types import Completion, Exact, Piece, Request, Sampling, Sequence, Stats
 from draftahead.verify import Rule
 
 Message = Mapping[str, Any]
 Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or a conversation
+UNFOLLOWED = (
+    *("no_repeat_ngram_size", "encoder_repetition_penalty", "sequence_bias", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "suppress_tokens", "begin_suppress_tokens", "top_h"),
+    *("exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
+)
 DEFAULT_MAX_TOKENS = 256  # where neither the user nor the model says
 
 
@@ -53,6 +60,8 @@ class LLM:
         trust_remote_code: bool = False,
         report: hub.Report = hub.silent,
     ) -> None:
+        if not isinstance(model, str | Path) and not hasattr(model, "config"):
+            raise ConfigError(f"{model!r} is no model, and no name or path of one")
         _one_of("exact", exact, ("law", "replay"))
         _one_of("rule", rule, ("block", "token"))
         if quantize is not None:
@@ -87,15 +96,20 @@ class LLM:
             max_context=target.max_context,
             load=load,
         )
+        self._warn_of_unfollowed()
         self.engine = Engine(
-            target, drafters.build(drafter, setting), self._decode, exact=exact, rule=rule
+            target,
+            drafters.build(drafter, setting),
+            no_text if tokenizer is None else self._decode,
+            exact=exact,
+            rule=rule,
         )
 
     # --------------------------------------------------------------------------- generating
 
     def generate(
         self,
-        prompts: str | Seq[int] | Seq[Prompt],
+        prompts: Prompt | Seq[Prompt],
         sampling: Sampling | Seq[Sampling] | None = None,
         *,
         errors: Literal["raise", "return"] = "raise",
@@ -104,9 +118,10 @@ class LLM:
         order. A request that fails does not stop the others: its error is raised at the end,
         with all `completions` on it, or returned in its Completion with errors="return".
         """
+        _one_of("errors", errors, ("raise", "return"))
         asked: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if asked and isinstance(asked[0], int):
-            asked = [asked]  # one prompt, as ids
+        if asked and isinstance(asked[0], int | Mapping):
+            asked = [asked]  # one prompt: ids, or a conversation
         settings = [sampling] * len(asked) if not isinstance(sampling, Seq) else list(sampling)
         if len(settings) != len(asked):
             raise ConfigError(f"{len(settings)} samplings for {len(asked)} prompts")
@@ -149,9 +164,12 @@ class LLM:
             raise ConfigError("stream gives one text; use generate for n of them")
         (sequence,) = self.engine.add(self._request(prompt, sampling, reuse=reuse))
         shown_tokens = shown_text = 0
+        ended = False
         try:
-            while sequence.finish_reason is None:
-                self.engine.step()
+            while not ended:
+                if sequence.finish_reason is None:
+                    self.engine.step()  # others' steps advance this sequence as well
+                ended = sequence.finish_reason is not None
                 for piece in _settled(sequence, shown_tokens, shown_text):
                     shown_tokens += len(piece.token_ids)
                     shown_text += len(piece.text)
@@ -166,6 +184,15 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Text, ids or a conversation to the ids of a prompt."""
+        try:
+            return self._encoded(prompt)
+        except DraftaheadError:
+            raise
+        except Exception as failure:  # a template's own error, half a character, no ids at all
+            said = f"{type(failure).__name__}: {failure}"
+            raise PromptError(f"the prompt cannot be turned into tokens: {said}") from failure
+
+    def _encoded(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
             if self.tokenizer is None:
                 raise ConfigError("a model without its tokenizer takes token ids; pass tokenizer=")
@@ -199,8 +226,16 @@ class LLM:
                 f"{len(ids)} prompt tokens and max_tokens={sampling.max_tokens} exceed the context "
                 f"of {context}: ask for at most {context - len(ids)}" + self._larger_context_hint()
             )
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(sampling, name) or ():
+        if sampling.stops and self.tokenizer is None:
+            raise ConfigError("stop strings need a tokenizer; use stop_token_ids without one")
+        banned = self._bad_word_ids(sampling.bad_words)
+        ids_in = {
+            "logit_bias": list(sampling.logit_bias or ()),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "bad_words": [token for word in banned for token in word],
+        }
+        for name, tokens in ids_in.items():
+            for token in tokens:
                 if not 0 <= token < vocabulary:
                     raise ConfigError(
                         f"{name}: token {token} is outside the vocabulary of {vocabulary}"
@@ -209,8 +244,8 @@ class LLM:
             prompt=tuple(ids),
             sampling=sampling,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            eos_token_ids=self._end_ids(),
-            bad_word_ids=self._bad_word_ids(sampling.bad_words),
+            eos_token_ids=frozenset(i for i in self._end_ids() if i < vocabulary),
+            bad_word_ids=banned,
             reuse=reuse,
         )
 
@@ -222,7 +257,7 @@ class LLM:
 
     def _followed(self, asked: Sampling, room: int) -> Sampling:
         """Unset fields follow the model's generation_config, and else do nothing."""
-        config = getattr(self.model, "generation_config", None)
+        config: Any = getattr(self.model, "generation_config", None)
 
         def preset(name: str, otherwise: Any) -> Any:
             value = getattr(config, name, None)
@@ -238,8 +273,27 @@ class LLM:
             "min_tokens": preset("min_new_tokens", 0),
             "max_tokens": min(preset("max_new_tokens", DEFAULT_MAX_TOKENS), room),
         }
-        unset = {name: value for name, value in presets.items() if getattr(asked, name) is None}
+        most = presets["max_tokens"] if asked.max_tokens is None else asked.max_tokens
+        presets["min_tokens"] = min(presets["min_tokens"], most)
+        if not asked.bad_words and preset("bad_words_ids", None):
+            presets["bad_words"] = config.bad_words_ids
+        if not asked.stops and preset("stop_strings", None) and self.tokenizer is not None:
+            presets["stop"] = config.stop_strings
+        unset = {
+            name: value for name, value in presets.items() if getattr(asked, name) in (None, (), "")
+        }
         return dataclasses.replace(asked, **unset)
+
+    def _warn_of_unfollowed(self) -> None:
+        """Settings of the model that we have no field for are named, not dropped in silence."""
+        config = getattr(self.model, "generation_config", None)
+        found = [name for name in UNFOLLOWED if getattr(config, name, None) not in (None, 0, 1.0)]
+        if found:
+            warnings.warn(
+                f"the model's generation_config sets {', '.join(found)}, which is not applied; "
+                "pass a LogitsProcessor in Sampling(processors=...) if you need it",
+                stacklevel=3,
+            )
 
     def _end_ids(self) -> frozenset[int]:
         for source in (getattr(self.model, "generation_config", None), self.model.config):
@@ -266,8 +320,6 @@ class LLM:
     # ------------------------------------------------------------------------------- results
 
     def _decode(self, ids: Seq[int]) -> str:
-        if self.tokenizer is None:
-            return ""
         text = self.tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -312,7 +364,7 @@ def _settled(sequence: Sequence, tokens: int, text: int) -> Iterator[Piece]:
     for index in range(tokens, len(output) - 1 if ended else len(output)):
         # A token's text ends where that of the next begins.
         end = tail.starts[index + 1] if index + 1 < len(tail.starts) else len(tail.text)
-        if text < end <= settled:
+        if text < end <= settled or not tail.decodes:
             ids, drafted = output[start : index + 1], sequence.drafted[start : index + 1]
             yield Piece(tail.text[text:end], ids, drafted)
             start, text = index + 1, end

@@ -182,7 +182,8 @@ class CachedModel:
         the keys are the same bits whatever went before.
         """
         if self._decoder is not None and not self._decoder.is_current():
-            self._decoder = self._recognised(self._calls)
+            self._decoder = None
+            self._decoder = self._recognised(self._calls, row)
         far = self.is_far(len(tokens) + 1)  # the root follows
         if fixed or self.cache.far[row] != far:
             self.cache.contents[row].clear()
@@ -221,7 +222,7 @@ class CachedModel:
         return calls
 
     @torch.inference_mode()
-    def _recognised(self, calls: dict[int, dict[str, Any]]) -> Decoder | None:
+    def _recognised(self, calls: dict[int, dict[str, Any]], row: int = 0) -> Decoder | None:
         """The kernels' own pass for this model, if it is of a shape they know and agrees with the
         model's forward on a text and a tree."""
         try:
@@ -233,16 +234,16 @@ class CachedModel:
             return None
         generator, count = torch.Generator().manual_seed(0), min(count, 24)
         text = torch.randint(0, self.vocabulary, (count,), generator=generator).tolist()
-        self.prefill(0, text)
+        self.prefill(row, text)
         nodes = torch.randint(0, self.vocabulary, (1, 6), generator=generator)
         parents = torch.tensor([[-1, 0, 0, 1, 3, 2]])
         self._linears.enabled = False  # the model's very own arithmetic
-        theirs = self.run(nodes, parents=parents)
+        theirs = self.run(nodes, first=row, parents=parents)
         self._linears.enabled = True
         self._decoder = decoder
-        ours = self.run(nodes, parents=parents)
+        ours = self.run(nodes, first=row, parents=parents)
         self._decoder = None
-        self.cache.contents[0].clear()
+        self.cache.contents[row].clear()
         gap = (theirs - ours).abs().max() / theirs.abs().max().clamp(min=1e-6)
         # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
         return decoder if gap < (0.05 if decoder.int8 else 1e-3) else None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftahead.errors import ProcessorError
 from draftahead.types import Draft, Exact, Sequence, TokenLogprob
 
 # splitmix64 (Steele, Lea, Flood 2014), written as the signed integers that torch has.
@@ -82,8 +83,9 @@ def uniforms(keys: Seq[int], count: int, device: torch.device | str = "cpu") -> 
     """[A] keys -> [A, count] float64 in the open interval (0, 1)."""
     base = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
     index = torch.arange(count, dtype=torch.int64, device=device) * _signed(_GOLDEN)
-    bits = (_mix(base + index) >> 11) & (_MASK >> 11)
-    return (bits.to(torch.float64) + 0.5) * 2.0**-53
+    # 52 bits: with one more, the half that is added could round up to 1 itself.
+    bits = (_mix(base + index) >> 12) & (_MASK >> 12)
+    return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
 def race(law: Tensor, keys: Seq[int]) -> Tensor:
@@ -100,7 +102,7 @@ def processed(logits: Tensor, contexts: Seq[Context]) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if not any(_has_processors(context.sequence) for context in contexts):
         return logits
-    return torch.stack([_processed_row(row, at) for row, at in zip(logits, contexts, strict=True)])
+    return torch.stack([_guarded_row(row, at) for row, at in zip(logits, contexts, strict=True)])
 
 
 def _has_processors(sequence: Sequence) -> bool:
@@ -108,6 +110,19 @@ def _has_processors(sequence: Sequence) -> bool:
     penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty != 1.0)
     lists = (s.logit_bias, s.processors, sequence.request.bad_word_ids, s.min_tokens)
     return any(penalties) or any(lists)
+
+
+def _guarded_row(logits: Tensor, context: Context) -> Tensor:
+    """A processor of the user's that fails ends its own request, not those of its mates."""
+    try:
+        found = _processed_row(logits, context)
+        if found.shape != logits.shape:
+            raise ValueError(f"it made {list(found.shape)} out of {list(logits.shape)} logits")
+        return found
+    except Exception as failure:
+        said = f"{type(failure).__name__}: {failure}"
+        context.sequence.fault = ProcessorError(f"a logits processor failed: {said}")
+        return torch.full_like(logits, torch.nan)
 
 
 def _processed_row(logits: Tensor, context: Context) -> Tensor:
@@ -163,17 +178,20 @@ def _truncated(law: Tensor, settings: Seq[Any]) -> Tensor:
         largest = law.topk(max(k for k, s in zip(ks, settings, strict=True) if s.top_k)).values
         at = torch.tensor([[min(k, largest.shape[-1]) - 1] for k in ks], device=law.device)
         on = torch.tensor([[bool(s.top_k)] for s in settings], device=law.device)
-        law = law.where((law >= largest.gather(-1, at)) | ~on, 0.0)
-        law = law / law.sum(-1, keepdim=True)
+        law = _cut(law, largest.gather(-1, at), on)
     if any(s.top_p not in (None, 1.0) and not s.greedy for s in settings):
         top_p = _column([2.0 if s.top_p in (None, 1.0) else s.top_p for s in settings], law)
-        law = law.where(law >= _nucleus_edge(law, top_p), 0.0)
-        law = law / law.sum(-1, keepdim=True)
+        law = _cut(law, _nucleus_edge(law, top_p), top_p <= 1)
     if any(s.min_p and not s.greedy for s in settings):
-        floor = _column([s.min_p or 0.0 for s in settings], law) * law.amax(-1, keepdim=True)
-        law = law.where(law >= floor, 0.0)
-        law = law / law.sum(-1, keepdim=True)
+        min_p = _column([s.min_p or 0.0 for s in settings], law)
+        law = _cut(law, min_p * law.amax(-1, keepdim=True), min_p > 0)
     return law
+
+
+def _cut(law: Tensor, lowest: Tensor, on: Tensor) -> Tensor:
+    """Keeps what is as likely as `lowest`, in rows that ask for it; others keep their bits."""
+    left = law.where(law >= lowest, 0.0)
+    return torch.where(on, left / left.sum(-1, keepdim=True), law)
 
 
 def _nucleus_edge(law: Tensor, top_p: Tensor) -> Tensor:
@@ -192,11 +210,15 @@ def _nucleus_edge(law: Tensor, top_p: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------- choosing
 
 
-def draw(logits: Tensor, contexts: Seq[Context]) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, contexts: Seq[Context], *, apart: bool = False) -> tuple[Tensor, Tensor]:
     """The target's own next tokens, a function of its law and the keyed noise alone.
 
-    [A, V] -> tokens [A], and [A] whether the logits allowed a choice at all.
+    [A, V] -> tokens [A], and [A] whether the logits allowed a choice at all. `apart` computes
+    every row's law for itself: a sum over one row need not round as over one of several.
     """
+    if apart and len(contexts) > 1:
+        each = [draw(logits[i : i + 1], [context]) for i, context in enumerate(contexts)]
+        return torch.cat([token for token, _ in each]), torch.cat([finite for _, finite in each])
     if all(context.sequence.sampling.greedy for context in contexts):
         best, argmax = processed(logits, contexts).max(-1)
         return argmax, best.isfinite()
@@ -250,19 +272,23 @@ class DraftDice:
         self._depth = 0
 
     def draw(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+        # Everything that can fail comes before the draw: what is drawn stands.
+        if logits.ndim != 2 or len(logits) != len(self.sequences):
+            raise ValueError(f"dice want logits [{len(self.sequences)}, V], not {logits.shape}")
         wanted = rows.tolist() if rows is not None else [True] * len(self.sequences)
-        pairs = zip(self._open, wanted, self.rooms, strict=True)
-        self._open = [o and bool(w) and self._depth < room for o, w, room in pairs]
-        self._depth += 1
         contexts = [
             Context(s, tuple(chain)) for s, chain in zip(self.sequences, self.chains, strict=True)
         ]
+        law = law_of(self._fitted(logits), contexts)
+        finite = law[:, 0].isfinite()
+        law = law.where(finite[:, None], 1.0)  # a row without a law ends here; any would do
+        key = step_key if self.by_law else (lambda _, context: target_key(context))
+        tokens = race(law, [key(Stream.DRAFT, context) for context in contexts])
+        checks = zip(self._open, wanted, finite.tolist(), self.rooms, strict=True)
+        self._open = [o and bool(w) and f and self._depth < room for o, w, f, room in checks]
+        self._depth += 1
         if self.by_law:
-            self.laws.append(law_of(self._fitted(logits), contexts))
-            keys = [step_key(Stream.DRAFT, context) for context in contexts]
-            tokens = race(self.laws[-1], keys)
-        else:
-            tokens, _ = draw(self._fitted(logits), contexts)
+            self.laws.append(law)
         for chain, is_open, token in zip(self.chains, self._open, tokens.tolist(), strict=True):
             if is_open:
                 chain.append(token)

@@ -63,13 +63,14 @@ class Scheduler:
             return  # an end token stays among the ids, and shows no text
         sequence.tail.push(token)
         early = generated < (sampling.min_tokens or 0)
+        if generated >= (sampling.max_tokens or 0):
+            sequence.finish_reason = "length"
+            sequence.tail.flush()  # half a character may still complete a stop string
         if not early and (at := sequence.tail.find_stop()) is not None:
             sequence.finish_reason = "stop"
             keep = sequence.tail.cut(at)
             del sequence.tokens[len(sequence.request.prompt) + keep :]
             del sequence.drafted[keep:], sequence.logprobs[keep:]
-        elif generated >= (sampling.max_tokens or 0):
-            sequence.finish_reason = "length"
 
     def remove(self, sequence: Sequence) -> tuple[int, int] | None:
         """Takes a sequence out. The last row fills its place: returns the two rows to swap."""

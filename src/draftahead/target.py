@@ -30,6 +30,8 @@ class Target:
         # Kernels whose bits depend on the shape of a pass are given one shape only.
         self.one_shape = replay and not self.passes.bit_stable
         self._proven: set[int] = set()  # numbers of slots that passed the self-test
+        if replay:
+            self._self_test(0, min(256, self.passes.cache.length))
 
     @property
     def max_nodes(self) -> int:
@@ -114,7 +116,7 @@ class Target:
         if live in self._proven:
             return
         generator = torch.Generator().manual_seed(live)
-        start = min(live // 2, self.max_context - REPLAY_ROWS)
+        start = max(0, min(live // 2, self.max_context - REPLAY_ROWS))
         shape = (start + REPLAY_ROWS,)
         tokens = torch.randint(0, self.vocabulary, shape, generator=generator).tolist()
         fixed = {"fixed": REPLAY_CHUNK, "live": live} if self.one_shape else {}

@@ -8,6 +8,11 @@ from collections.abc import Sequence as Seq
 Decode = Callable[[Seq[int]], str]
 
 
+def no_text(ids: Seq[int]) -> str:
+    """For a model without a tokenizer: tokens only."""
+    return ""
+
+
 class TextTail:
     """The text of a growing output, and the place in it where each token's text begins.
 
@@ -17,6 +22,7 @@ class TextTail:
     def __init__(self, decode: Decode, stops: Seq[str] = ()) -> None:
         self._decode, self._stops = decode, tuple(stops)
         self._longest_stop = max((len(stop) for stop in stops), default=0)
+        self.decodes = decode is not no_text
         self.text = ""
         self.starts: list[int] = []  # of each token, in characters
         self._ids: list[int] = []
@@ -43,9 +49,11 @@ class TextTail:
         self._context, self._seen = self._seen, len(self._ids)
 
     def find_stop(self) -> int | None:
-        """Where the first stop string begins, or None. Looks only at what is new."""
-        since = max(0, (self.starts[-1] if self.starts else 0) - self._longest_stop)
-        found = [at for stop in self._stops if (at := self.text.find(stop, since)) >= 0]
+        """Where the first stop string begins, or None. Only one that the newest token completes
+        counts: earlier ones were looked for earlier, or came before min_tokens."""
+        new = self.starts[-1] if self.starts else 0
+        ends = ((stop, max(0, new - len(stop) + 1)) for stop in self._stops)
+        found = [at for stop, since in ends if (at := self.text.find(stop, since)) >= 0]
         return min(found, default=None)
 
     def settled(self) -> int:

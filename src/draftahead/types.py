@@ -54,6 +54,17 @@ class Sampling:
             if not ok:
                 raise ConfigError(f"{name} must be {says}, not {getattr(self, name)!r}")
 
+        whole = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs")
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty")
+        for name in (*whole, *numbers, "presence_penalty", "frequency_penalty"):
+            value, kind = getattr(self, name), int if name in whole else int | float
+            right = isinstance(value, kind) and not isinstance(value, bool)
+            check(value is None or right, name, "a whole number" if name in whole else "a number")
+        check(not isinstance(self.bad_words, str), "bad_words", "a list of words")
+        ids = [*(self.logit_bias or {}), *self.stop_token_ids]
+        if not all(isinstance(i, int) for i in ids):
+            raise ConfigError("logit_bias and stop_token_ids take token ids, which are numbers")
+
         def within(value: float | None, low: float, high: float) -> bool:
             return value is None or (math.isfinite(value) and low <= value <= high)
 
@@ -196,6 +207,7 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     finish_reason: FinishReason | None = None
     error: DraftaheadError | None = None
+    fault: DraftaheadError | None = None  # why there may be no law: becomes the error if reached
 
     @property
     def sampling(self) -> Sampling:
@@ -230,6 +242,7 @@ class Batch:
     sequences: tuple[Sequence, ...]
     rooms: tuple[int, ...]  # how deep a draft of this row may be
     dice: Dice
+    exact: Exact = "law"
 
     @property
     def roots(self) -> list[int]:

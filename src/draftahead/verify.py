@@ -20,7 +20,7 @@ from torch import Tensor
 from draftahead import tree
 from draftahead.errors import DraftaheadError, NonFiniteLogitsError
 from draftahead.sampling import Context, Stream, draw, law_of, race, step_key, target_key, uniforms
-from draftahead.types import Batch, Draft, Scores, Verdict
+from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 Rule = Literal["block", "token"]
 
@@ -69,7 +69,7 @@ def block_acceptance(
         chance = weight[i]
         if i < width:
             excess = (weight[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1)
-            inner = excess / (excess + 1 - weight[i])
+            inner = (excess / (excess + 1 - weight[i])).clamp(max=1.0)
             inner = torch.where((excess == 0) & (weight[i] == 1), 1.0, inner)
             chance = torch.where(lengths == i, weight[i], inner)
         keep.append(torch.where(lengths < i, 0.0, chance))
@@ -118,12 +118,13 @@ def match(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
     while active:
         at = [verdict.paths[b][-1] for b in active]
         contexts = [Context(batch.sequences[b], tuple(verdict.tokens[b])) for b in active]
-        chosen, finite = draw(scores.logits[active, at], contexts)
+        apart = batch.exact == "replay"
+        chosen, finite = draw(scores.logits[active, at], contexts, apart=apart)
         going = []
         picks = zip(active, at, chosen.tolist(), finite.tolist(), strict=True)
         for b, node, token, is_finite in picks:
             if not is_finite:
-                verdict.errors[b] = _no_law()
+                verdict.errors[b] = _no_law(batch.sequences[b])
                 continue
             verdict.tokens[b].append(token)
             if (child := known[b].get((node, token))) is not None:
@@ -170,7 +171,7 @@ def verify_block(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
         if finite[b][k]:
             verdict.tokens[b].append(own[b])
         else:
-            verdict.errors[b] = _no_law()
+            verdict.errors[b] = _no_law(batch.sequences[b])
     return verdict
 
 
@@ -187,7 +188,7 @@ def verify_siblings(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
             node, context = path[-1], Context(sequence, tuple(said))
             p = law_of(scores.logits[b, node][None], [context])[0].to(torch.float64)
             if not p[0].isfinite():
-                verdict.errors[b] = _no_law()
+                verdict.errors[b] = _no_law(batch.sequences[b])
                 break
             q = draft.laws[b, node].to(p)
             key = step_key(Stream.COIN, context)
@@ -210,8 +211,8 @@ def _empty(batch: Batch) -> Verdict:
     return Verdict([[0] for _ in batch.sequences], [[] for _ in batch.sequences], errors)
 
 
-def _no_law() -> NonFiniteLogitsError:
-    return NonFiniteLogitsError(
+def _no_law(sequence: Sequence) -> DraftaheadError:
+    return sequence.fault or NonFiniteLogitsError(
         "the target's logits allow no next token (NaN, infinite, or every token forbidden); "
         "try dtype='float32', or check the logit bias, the bad words and the processors"
     )

@@ -52,6 +52,9 @@ def bench(
     from draftahead.bench.rows import measure_rows
 
     console, notes = Console(), Console(stderr=True)
+    for file in (json_file, plot):
+        if file is not None:
+            options.check_writable(file)
     names, batches, peers = _list(drafter), [_whole(b) for b in _list(batch)], _list(against)
     for peer in peers:
         if peer not in PEERS:

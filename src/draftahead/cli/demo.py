@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from draftahead.llm import LLM
     from draftahead.types import Completion, Sampling
 
-MAX_CONTEXT = 2048
 KINDS = ("code_edit", "summary", "question_with_context", "translation", "code", "chat")
 
 
@@ -47,7 +46,7 @@ def demo(
     speculative_config: options.SpeculativeConfig = None,
     num_speculative_tokens: options.Tokens = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 96,
-    per_kind: Annotated[int, typer.Option(help="Prompts of each kind.")] = 1,
+    per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the table to this file.", metavar="FILE")
     ] = None,
@@ -58,13 +57,19 @@ def demo(
     """Race plain against drafted decoding on prompts of six kinds; greedy, so the same text."""
     from draftahead.llm import LLM
 
+    if json_file is not None:
+        options.check_writable(json_file)
     chosen = options.drafter_from(drafter, draft_model, speculative_config, num_speculative_tokens)
     sampling = options.sampling_from(temperature=0, max_tokens=max_tokens)
     drafted = options.build_llm(
-        model, chosen, device=device, dtype=dtype, quantize=quantize, max_context=MAX_CONTEXT
+        model, chosen, device=device, dtype=dtype, quantize=quantize, max_context=None
     )
     plain = LLM(
-        drafted.model, "none", tokenizer=drafted.tokenizer, max_context=MAX_CONTEXT, max_batch=1
+        drafted.model,
+        "none",
+        tokenizer=drafted.tokenizer,
+        max_context=drafted.engine.target.max_context,
+        max_batch=1,
     )
     prompts = [
         prompt

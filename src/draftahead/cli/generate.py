@@ -47,7 +47,7 @@ def generate(
     max_context: options.MaxContext = None,
 ) -> None:
     """Continue a prompt. On a terminal, drafted tokens are green."""
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     if not text:
         raise PromptError("the prompt is empty: give some text, or - and text on standard input")
     sampling = options.sampling_from(
@@ -81,6 +81,13 @@ def generate(
         Console(stderr=True).print(stats_table(completion.stats))
 
 
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8 text ({error})") from None
+
+
 def show_stream(llm: LLM, prompt: Any, sampling: Sampling, *, reuse: bool = False) -> Completion:
     """Prints the text as it comes. Returns the completion; a Ctrl-C passes through."""
     console = Console(soft_wrap=True, highlight=False)
@@ -89,11 +96,14 @@ def show_stream(llm: LLM, prompt: Any, sampling: Sampling, *, reuse: bool = Fals
         try:
             piece = next(stream)
         except StopIteration as end:
-            console.print()
+            print()
             return end.value  # type: ignore[no-any-return]
-        style = DRAFTED if any(piece.drafted) else ""
-        console.print(Text(piece.text, style=style), end="")
-        console.file.flush()
+        if console.is_terminal:
+            style = DRAFTED if any(piece.drafted) else ""
+            console.print(Text(piece.text, style=style), end="")
+        else:  # as it is: rich would turn tabs into spaces
+            sys.stdout.write(piece.text)
+        sys.stdout.flush()
 
 
 def as_dict(completion: Completion) -> dict[str, Any]:

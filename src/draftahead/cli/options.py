@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -88,6 +89,14 @@ def build_llm(
             max_batch=max_batch,
             report=report,
         )
+
+
+def check_writable(file: Path) -> None:
+    """Before the work, not after it."""
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
 
 
 def sampling_from(**fields: Any) -> Sampling:

@@ -73,7 +73,7 @@ def names() -> list[str]:
 
 def build(wanted: str | Mapping[str, Any] | Drafter, setting: Setting) -> Drafter:
     """A drafter from a name, a configuration with vLLM's keys, or a drafter itself."""
-    if isinstance(wanted, Drafter):
+    if isinstance(wanted, Drafter) and not isinstance(wanted, type):
         return wanted
     if isinstance(wanted, str):
         wanted = {"method": wanted}
@@ -89,6 +89,7 @@ def build(wanted: str | Mapping[str, Any] | Drafter, setting: Setting) -> Drafte
         raise ConfigError(
             f"the drafter's configuration needs 'method' (one of {', '.join(names())})"
         )
+    name = str(name)
     maker = _REGISTRY.get(_SYNONYMS.get(name, name))
     if maker is None:
         raise UnknownDrafterError(f"no drafter {name!r}{nearest(name, [*_REGISTRY, *_SYNONYMS])}")

@@ -7,6 +7,7 @@ switched off or faulty for a while and still be right the next time.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError, VocabularyMismatchError
 from draftahead.passes import CachedModel
+from draftahead.support import context_limit
 from draftahead.types import Batch, Draft
 
 
@@ -26,11 +28,16 @@ class DraftModel(Drafter):
         if model is None:
             raise ConfigError("drafter 'draft_model' needs 'model': the name or path of a model")
         tokenizer = None
-        if isinstance(model, str):
-            model, tokenizer = setting.load(model)
+        if isinstance(model, str | Path):
+            model, tokenizer = setting.load(str(model))
+        elif not hasattr(model, "config"):
+            raise ConfigError(f"drafter 'draft_model': {model!r} is no model and no name of one")
         check_vocabulary(setting, tokenizer, int(model.config.get_text_config().vocab_size))
         self.passes = CachedModel(
-            model, max_batch=setting.max_batch, max_context=None, spare=self.count + 1
+            model,
+            max_batch=setting.max_batch,
+            max_context=min(setting.max_context, context_limit(model)),
+            spare=self.count + 1,
         )
         self.rows: list[int] = [-1] * setting.max_batch  # which sequence each cache row is for
 
@@ -44,7 +51,8 @@ class DraftModel(Drafter):
         for depth in range(count):
             tokens = batch.dice.draw(logits, torch.tensor(fits))
             if depth + 1 < count:
-                logits = self.passes.run(tokens[:, None])[:, -1]
+                fed = tokens[:, None].clamp(max=self.passes.vocabulary - 1)
+                logits = self.passes.run(fed)[:, -1]
                 for row, token in enumerate(tokens.tolist()):
                     self.passes.cache.contents[row].append(token)
         return None  # the dice hold the draft
@@ -64,7 +72,8 @@ class DraftModel(Drafter):
             pending.append(text[held:])
         width = max(len(tokens) for tokens in pending)
         block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending])
-        logits = self.passes.run(block)
+        # Ids in the target's padding are none of ours; a wrong guess follows, no more.
+        logits = self.passes.run(block.clamp(max=self.passes.vocabulary - 1))
         for row, tokens in enumerate(pending):
             cache.contents[row].extend(tokens)
         last = torch.tensor([len(tokens) - 1 for tokens in pending], device=logits.device)
