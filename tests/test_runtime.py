@@ -23,7 +23,7 @@ import zoo
 from draftahead import LLM, Sampling, errors
 from draftahead.passes import CachedModel
 from draftahead.runtime import build
-from draftahead.runtime.linear import Int8Linear, quantized, run_linear
+from draftahead.runtime.linear import Int8Linear, group_for, quantized, run_linear
 from drafted import ALL, Clairvoyant
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason=str(build.problem()))
@@ -200,7 +200,8 @@ def test_int8_linear_is_what_its_integers_say(rows: int) -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(192, 100)
     small, x = Int8Linear(layer), torch.randn(rows, 192)
-    groups = x.view(rows, 3, 64)
+    assert small.group == 192
+    groups = x.view(rows, 1, 192)
     scale = groups.abs().amax(-1, keepdim=True) / 127
     rounded = ((groups / scale).round() * scale).view(rows, 192)
     exact = rounded.double() @ small.dequantized().double().T + layer.bias.double()
@@ -209,10 +210,15 @@ def test_int8_linear_is_what_its_integers_say(rows: int) -> None:
     assert error < 0.01
 
 
+@pytest.mark.parametrize(("width", "group"), [(64, 64), (576, 192), (1536, 256), (640, 128)])
+def test_groups_divide_a_row(width: int, group: int) -> None:
+    assert group_for(width) == group
+
+
 def test_int8_weights_of_extreme_size() -> None:
     weight = torch.zeros(2, 128)
     weight[0, 3], weight[1, 64:] = 1e30, 1e-25
-    whole, scales = quantized(weight)
+    whole, scales = quantized(weight, 64)
     back = (whole.view(2, 2, 64).float() - 128) * scales[..., None]
     torch.testing.assert_close(back.view(2, 128), weight, rtol=1e-2, atol=0)
 

@@ -91,45 +91,48 @@ inline f16 exp16(f16 x) {
 
 // ------------------------------------------------------------------------------ linear layers
 
-// Weights of one linear layer, [out, in] row by row: float32, or int8 in groups of 64 with a scale.
+// Weights of one linear layer, [out, in] row by row: float32, or int8 in groups with a scale each.
 struct Weights {
   const void* data;      // float [out][in], or uint8 [out][in] (the value plus 128)
-  const float* scales;   // null for float32; [out][in / 64] for int8
+  const float* scales;   // null for float32; [out][in / group] for int8
   const float* bias;     // [out] or null
   int64_t out, in;
+  int64_t group;         // a multiple of 64
 };
 
-constexpr int GROUP = 64;
+constexpr int CHUNK = 64;  // weights that one instruction multiplies and adds
 
 // Rows of activations, as the weights want them. For int8 each group of a row has a scale of its
 // own, and `start` undoes the 128 that the unsigned weights carry.
 struct Rows {
   const float* x;        // [rows][in]
   int8_t* q;             // [rows][in]
-  float* scales;         // [rows][in / 64]
-  int32_t* start;        // [rows][in / 64][16]
+  float* scales;         // [rows][in / group]
+  int32_t* start;        // [rows][in / group][16]
 };
 
-void quantize_row(const float* x, int64_t in, int8_t* q, float* scales, int32_t* start) {
-  for (int64_t g = 0; g < in / GROUP; g++, x += GROUP, q += GROUP, start += 16) {
-    f16 v[4], most = {};
-    for (int i = 0; i < 4; i++) {
-      v[i] = load(x + 16 * i);
-      f16 size = v[i] < 0.0f ? -v[i] : v[i];
+void quantize_row(const float* x, int64_t in, int64_t group, int8_t* q, float* scales,
+                  int32_t* start) {
+  for (int64_t g = 0; g < in / group; g++, x += group, q += group, start += 16) {
+    f16 most = {}, zero = {};
+    for (int64_t i = 0; i < group; i += 16) {
+      f16 v = load(x + i), size = v < 0.0f ? -v : v;
       most = size > most ? size : most;
+      zero += v * 0.0f;
     }
     float top = biggest(most), inverse = top > 0 ? 127.0f / top : 0.0f;
     // NaN and infinity have no whole number; through the scale they reach every result.
-    scales[g] = top / 127.0f + sum((v[0] + v[1] + v[2] + v[3]) * 0.0f);
-    for (int i = 0; i < 4; i++) {
-      f16 whole = v[i] * inverse + 12582912.0f;  // rounds to the nearest whole number
+    scales[g] = top / 127.0f + sum(zero);
+    int32_t lanes[16] = {0};
+    for (int64_t i = 0; i < group; i += 16) {
+      f16 whole = load(x + i) * inverse + 12582912.0f;  // rounds to the nearest whole number
       i16 value = __builtin_convertvector(whole - 12582912.0f, i16);
-      *reinterpret_cast<b16u*>(q + 16 * i) = __builtin_convertvector(value, b16u);
+      *reinterpret_cast<b16u*>(q + i) = __builtin_convertvector(value, b16u);
+      for (int four = 0; four < 4; four++)
+        lanes[(i / 4 + four) % 16] += value[4 * four] + value[4 * four + 1] + value[4 * four + 2] +
+                                      value[4 * four + 3];
     }
-    for (int lane = 0; lane < 16; lane++) {
-      const int8_t* four = q + 4 * lane;
-      start[lane] = -128 * (four[0] + four[1] + four[2] + four[3]);
-    }
+    for (int lane = 0; lane < 16; lane++) start[lane] = -128 * lanes[lane];
   }
 }
 
@@ -167,33 +170,44 @@ template <int R, int NB>
 inline __attribute__((always_inline)) void dot_int8(const Weights& w, const Rows& rows, int64_t n0,
                                                     f16 (&acc)[NB][R]) {
   const uint8_t* data = static_cast<const uint8_t*>(w.data);
-  const int64_t in = w.in, groups = in / GROUP;
+  const int64_t in = w.in, groups = in / w.group;
   for (int64_t g = 0; g < groups; g++) {
+    i16 total[NB][R];
 #pragma GCC unroll 8
-    for (int i = 0; i < NB; i++) {
-      const uint8_t* from = data + (n0 + i) * in + g * GROUP;
-      __builtin_prefetch(from + 2 * NB * in, 0, 2);
-      f16 scale = all(w.scales[(n0 + i) * groups + g]);
+    for (int r = 0; r < R; r++) {
+      i16 begin;
+      std::memcpy(&begin, rows.start + (r * groups + g) * 16, sizeof begin);
+#pragma GCC unroll 8
+      for (int i = 0; i < NB; i++) total[i][r] = begin;
+    }
+    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += CHUNK) {
 #ifdef __AVX512VNNI__
-      __m512i wv = _mm512_loadu_si512(from);
-#endif
+      __m512i wv[NB];
+#pragma GCC unroll 8
+      for (int i = 0; i < NB; i++) {
+        wv[i] = _mm512_loadu_si512(data + (n0 + i) * in + k);
+        __builtin_prefetch(data + (n0 + i + 2 * NB) * in + k, 0, 2);
+      }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        const int8_t* q = rows.q + r * in + g * GROUP;
-        const int32_t* start = rows.start + (r * groups + g) * 16;
-        i16 total;
-#ifdef __AVX512VNNI__
-        __m512i begin = _mm512_loadu_si512(start);
-        total = (i16)_mm512_dpbusd_epi32(begin, wv, _mm512_loadu_si512(q));
-#else
-        for (int lane = 0; lane < 16; lane++) {
-          int32_t t = start[lane];
-          for (int j = 0; j < 4; j++) t += int32_t(from[4 * lane + j]) * q[4 * lane + j];
-          total[lane] = t;
-        }
-#endif
-        acc[i][r] += __builtin_convertvector(total, f16) * (scale * rows.scales[r * groups + g]);
+        __m512i q = _mm512_loadu_si512(rows.q + r * in + k);
+#pragma GCC unroll 8
+        for (int i = 0; i < NB; i++)
+          total[i][r] = (i16)_mm512_dpbusd_epi32((__m512i)total[i][r], wv[i], q);
       }
+#else
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < NB; i++)
+          for (int j = 0; j < CHUNK; j++)
+            total[i][r][j / 4] += int32_t(data[(n0 + i) * in + k + j]) * rows.q[r * in + k + j];
+#endif
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < NB; i++) {
+      float scale = w.scales[(n0 + i) * groups + g];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+        acc[i][r] += __builtin_convertvector(total[i][r], f16) * (scale * rows.scales[r * groups + g]);
     }
   }
 }
@@ -237,17 +251,20 @@ void span(const Weights& w, const Rows& rows, float* y, int64_t stride, int64_t 
 
 typedef void (*Span)(const Weights&, const Rows&, float*, int64_t, int64_t, int64_t, Then);
 // As many outputs at a time as keep R times that many sums in registers.
-template <bool INT8>
-constexpr Span SPANS[9] = {nullptr,           span<1, 8, INT8>, span<2, 8, INT8>, span<3, 6, INT8>,
-                           span<4, 6, INT8>,  span<5, 4, INT8>, span<6, 4, INT8>, span<7, 3, INT8>,
-                           span<8, 3, INT8>};
+constexpr Span FLOATS[9] = {nullptr,           span<1, 8, false>, span<2, 8, false>,
+                            span<3, 6, false>, span<4, 6, false>, span<5, 4, false>,
+                            span<6, 4, false>, span<7, 3, false>, span<8, 3, false>};
+// int8 keeps whole-number sums beside the others.
+constexpr Span BYTES[9] = {nullptr,          span<1, 8, true>, span<2, 6, true>,
+                           span<3, 4, true>, span<4, 3, true>, span<5, 2, true>,
+                           span<6, 2, true>, span<7, 2, true>, span<8, 2, true>};
 
 // Outputs [from, to) of a linear layer for all rows; weights that 8 rows have used are still in
 // the cache for the next 8.
 void linear_part(const Weights& w, const Rows& rows, int64_t count, float* y, int64_t stride,
                  int64_t from, int64_t to, Then then) {
-  const int64_t groups = w.in / GROUP, chunk = 48;
-  const Span* spans = w.scales ? SPANS<true> : SPANS<false>;
+  const int64_t groups = w.group ? w.in / w.group : 0, chunk = 48;
+  const Span* spans = w.scales ? BYTES : FLOATS;
   if (count <= 8) return spans[count](w, rows, y, stride, from, to, then);
   for (int64_t n = from; n < to; n += chunk)
     for (int64_t r = 0; r < count; r += 8) {
@@ -372,7 +389,7 @@ int64_t private_size(const Model& m, int64_t count) {
   int64_t widest = m.inner > m.hidden ? m.inner : m.hidden;
   if (m.heads * m.width > widest) widest = m.heads * m.width;
   int64_t norm = rounded(count * m.hidden);
-  int64_t quantized = rounded(count * widest / 4) + rounded(count * widest / GROUP) +
+  int64_t quantized = rounded(count * widest / 4) + rounded(count * widest / CHUNK) +
                       rounded(count * widest / 4);
   return norm + quantized + rounded(m.length + 64) + 64;
 }
@@ -393,7 +410,7 @@ struct Private {
     q = reinterpret_cast<int8_t*>(at);
     at += rounded(count * widest / 4);
     scales = at;
-    at += rounded(count * widest / GROUP);
+    at += rounded(count * widest / CHUNK);
     start = reinterpret_cast<int32_t*>(at);
     at += rounded(count * widest / 4);
     scores = at;
@@ -403,8 +420,8 @@ struct Private {
     Rows rows = {x, q, scales, start};
     if (w.scales)
       for (int64_t r = 0; r < count; r++)
-        quantize_row(x + r * w.in, w.in, q + r * w.in, scales + r * (w.in / GROUP),
-                     start + r * (w.in / GROUP) * 16);
+        quantize_row(x + r * w.in, w.in, w.group, q + r * w.in, scales + r * (w.in / w.group),
+                     start + r * (w.in / w.group) * 16);
     return rows;
   }
 };
@@ -583,8 +600,8 @@ void draftahead_linear(const Weights* w, const float* x, int64_t count, float* y
     if (w->scales) {
 #pragma omp for
       for (int64_t r = 0; r < count; r++)
-        quantize_row(x + r * w->in, w->in, q + r * w->in, scales + r * (w->in / GROUP),
-                     start + r * (w->in / GROUP) * 16);
+        quantize_row(x + r * w->in, w->in, w->group, q + r * w->in, scales + r * (w->in / w->group),
+                     start + r * (w->in / w->group) * 16);
     }
     linear_shared(*w, rows, count, y, Then::Store);
   }

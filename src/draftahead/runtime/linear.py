@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from draftahead.errors import ConfigError
 from draftahead.runtime import build
 
-GROUP = 64  # weights that share a scale; also in kernels.cpp
+CHUNK = 64  # of weights that one instruction takes; also in kernels.cpp
+MOST_GROUP = 256  # of weights that share a scale
 MOST_ROWS = 24  # beyond so many float32 rows, torch's matrix product is faster
 
 
@@ -26,11 +27,12 @@ class Weights(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_int64),
         ("in_", ctypes.c_int64),
+        ("group", ctypes.c_int64),
     )
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weights are int8 in groups of 64 along the input, and whose inputs are
+    """A linear layer whose weights are int8 in groups along the input, and whose inputs are
     rounded to int8 the same way, row by row: no row can change another."""
 
     weight: Tensor
@@ -39,7 +41,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        weight, scales = quantized(linear.weight.detach())
+        self.group = group_for(linear.in_features)
+        weight, scales = quantized(linear.weight.detach(), self.group)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_buffer("weight", weight)
         self.register_buffer("scales", scales)
@@ -50,14 +53,19 @@ class Int8Linear(nn.Module):
 
     def dequantized(self) -> Tensor:
         """[out, in] float32: what the integers stand for."""
-        whole = self.weight.view(self.out_features, -1, GROUP).float() - 128
+        whole = self.weight.view(self.out_features, -1, self.group).float() - 128
         return (whole * self.scales[..., None]).view(self.out_features, self.in_features)
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] float -> uint8 [out, in] (value + 128) and scales [out, in / 64]."""
+def group_for(width: int) -> int:
+    """The most chunks, up to 256 weights, that divide a row: a scale costs time, few cost bits."""
+    return max(size for size in range(CHUNK, MOST_GROUP + 1, CHUNK) if width % size == 0)
+
+
+def quantized(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """[out, in] float -> uint8 [out, in] (value + 128) and scales [out, in / group]."""
     out, width = weight.shape
-    groups = weight.float().view(out, width // GROUP, GROUP)
+    groups = weight.float().view(out, width // group, group)
     scales = groups.abs().amax(-1) / 127
     whole = (groups / scales.clamp(min=1e-30)[..., None]).round().clamp(-127, 127)
     return (whole + 128).to(torch.uint8).view(out, width), scales
@@ -72,7 +80,7 @@ def quantize_model(model: Any) -> None:
     found = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.in_features % GROUP == 0:
+            if type(child) is nn.Linear and child.in_features % CHUNK == 0:
                 setattr(module, name, Int8Linear(child))
                 found += 1
     if not found:
@@ -88,6 +96,7 @@ def describe(layer: Any) -> Weights:
         None if layer.bias is None else layer.bias.data_ptr(),
         layer.out_features,
         layer.in_features,
+        0 if scales is None else layer.group,
     )
 
 
@@ -107,8 +116,8 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
     rows = x.shape[0]
     y = torch.empty(rows, layer.out_features)
     weights = describe(layer)
-    groups = layer.in_features // GROUP if weights.scales else 0
-    q = torch.empty(rows * groups * GROUP, dtype=torch.int8)
+    groups = layer.in_features // layer.group if weights.scales else 0
+    q = torch.empty(rows * layer.in_features if groups else 0, dtype=torch.int8)
     scales = torch.empty(rows * groups)
     start = torch.empty(rows * groups * 16, dtype=torch.int32)
     library.draftahead_linear(
