@@ -10,7 +10,7 @@ from unittest import mock
 
 from rich.console import Console
 
-from draftahead.cli import demo
+from draftahead.cli import demo, options
 
 
 class Still:
@@ -23,7 +23,7 @@ class Still:
 if __name__ == "__main__":
     console = Console(record=True, width=112, force_terminal=True, file=sys.stderr)
     with (
-        mock.patch.object(demo, "Console", lambda: console),
+        mock.patch.object(options, "output_console", lambda: console),
         mock.patch.object(demo, "Live", lambda **_: contextlib.nullcontext(Still())),
         mock.patch.object(demo, "KINDS", ("code_edit", "summary", "chat")),
     ):

@@ -79,7 +79,7 @@ class LlamaCpp:
 
     def __init__(self, alias: str, context: int) -> None:
         try:
-            import xllamacpp  # type: ignore[import-untyped,import-not-found,unused-ignore]
+            import xllamacpp
         except ImportError:
             raise ConfigError("--against llama.cpp needs: pip install xllamacpp") from None
         parameters = xllamacpp.CommonParams()

@@ -51,7 +51,7 @@ def bench(
     from draftahead.bench.report import draw, results_table, rows_table
     from draftahead.bench.rows import measure_rows
 
-    console, notes = Console(), Console(stderr=True)
+    console, notes = options.output_console(), Console(stderr=True)
     for file in (json_file, plot):
         if file is not None:
             options.check_writable(file)

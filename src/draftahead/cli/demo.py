@@ -78,7 +78,7 @@ def demo(
     ]
     for llm in (plain, drafted):  # the first pass of a process is slow on either side
         llm.generate("Hello", options.sampling_from(temperature=0, max_tokens=4))
-    console = Console()
+    console = options.output_console()
     rows = [_race(console, prompt, plain, drafted, sampling) for prompt in prompts]
     console.print(_table(rows, model, chosen))
     if json_file is not None:

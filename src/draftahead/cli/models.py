@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from draftahead import hub
+from draftahead.cli.options import output_console
 
 
 def models() -> None:
@@ -15,7 +15,7 @@ def models() -> None:
         where = str(entry.path) if entry.path else "not fetched yet"
         size = f"{entry.size / 1e6:.0f} MB" if entry.size else "-"
         table.add_row(entry.alias, entry.title, where, size)
-    console = Console()
+    console = output_console()
     console.print(table)
     console.print(
         "Any other model: a hub id (org/name), a folder, or a .gguf file.", highlight=False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from draftahead.errors import ConfigError
 
@@ -89,6 +90,12 @@ def build_llm(
             max_batch=max_batch,
             report=report,
         )
+
+
+def output_console() -> Console:
+    """For tables: as wide as the terminal, and wide enough where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
 
 
 def check_writable(file: Path) -> None:
