@@ -13,7 +13,7 @@
 #include <cstring>
 #include <omp.h>
 #include <sched.h>
-#ifdef __AVX512VNNI__
+#if defined(__FMA__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -34,6 +34,21 @@ inline f16 load_some(const float* p, long count) {  // the first `count` of 16, 
   float full[16] = {0};
   std::memcpy(full, p, count * sizeof(float));
   return load(full);
+}
+
+// a * b + c, rounded once where the CPU can. Said outright: a compiler that may choose (and
+// -ffp-contract=off forbids it to) fuses in one loop and not in the next, and bits would differ.
+inline __attribute__((always_inline)) f16 fused(f16 a, f16 b, f16 c) {
+#if defined(__AVX512F__)
+  return (f16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  union { f16 whole; __m256 half[2]; } x = {a}, y = {b}, z = {c};
+  z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
+  z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+  return z.whole;
+#else
+  return a * b + c;
+#endif
 }
 
 // Halves are added, then quarters, and so on: one order for all sums.
@@ -155,13 +170,14 @@ inline __attribute__((always_inline)) void dot_f32(const Weights& w, const Rows&
     for (int r = 0; r < R; r++) {
       f16 xv = load(rows.x + r * in + k);
 #pragma GCC unroll 8
-      for (int i = 0; i < NB; i++) acc[i][r] += wv[i] * xv;
+      for (int i = 0; i < NB; i++) acc[i][r] = fused(wv[i], xv, acc[i][r]);
     }
   }
   if (k < in) {
     for (int i = 0; i < NB; i++) {
       f16 wv = load_some(data + (n0 + i) * in + k, in - k);
-      for (int r = 0; r < R; r++) acc[i][r] += wv * load_some(rows.x + r * in + k, in - k);
+      for (int r = 0; r < R; r++)
+        acc[i][r] = fused(wv, load_some(rows.x + r * in + k, in - k), acc[i][r]);
     }
   }
 }
@@ -207,7 +223,8 @@ inline __attribute__((always_inline)) void dot_int8(const Weights& w, const Rows
       float scale = w.scales[(n0 + i) * groups + g];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
-        acc[i][r] += __builtin_convertvector(total[i][r], f16) * (scale * rows.scales[r * groups + g]);
+        acc[i][r] = fused(__builtin_convertvector(total[i][r], f16),
+                          all(scale * rows.scales[r * groups + g]), acc[i][r]);
     }
   }
 }
@@ -310,7 +327,7 @@ inline void share(int64_t count, int64_t unit, int64_t& from, int64_t& to) {
 void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* y) {
   f16 squares = {};
   int64_t i = 0;
-  for (; i + 16 <= width; i += 16) squares += load(x + i) * load(x + i);
+  for (; i + 16 <= width; i += 16) squares = fused(load(x + i), load(x + i), squares);
   float total = sum(squares);
   for (; i < width; i++) total += x[i] * x[i];
   float scale = 1.0f / std::sqrt(total / width + eps);
@@ -484,7 +501,7 @@ void attend(const Model& m, const Layer& l, const Pass& p, const float* q, int64
   for (int64_t j = 0; j < count; j++) {
     const float* key = keys + slot_of(j) * d;
     f16 acc = {};
-    for (int64_t i = 0; i < d; i += 16) acc += load(q + i) * load(key + i);
+    for (int64_t i = 0; i < d; i += 16) acc = fused(load(q + i), load(key + i), acc);
     scores[j] = sum(acc) * l.scaling;
   }
   int64_t padded = rounded(count);
@@ -508,7 +525,7 @@ void attend(const Model& m, const Layer& l, const Pass& p, const float* q, int64
     for (int64_t j = 0; j < count; j++) {
       const float* value = values + slot_of(j) * d + i;
       f16 weight = all(scores[j]);
-      for (int c = 0; c < lanes; c++) acc[c] += weight * load(value + 16 * c);
+      for (int c = 0; c < lanes; c++) acc[c] = fused(weight, load(value + 16 * c), acc[c]);
     }
     for (int c = 0; c < lanes; c++) store(out + i + 16 * c, acc[c] * inverse);
   }
