@@ -86,6 +86,7 @@ class LLM:
                 "dtype, device and quantize are for models loaded by name; this one is as it is"
             )
         self.model, self.tokenizer = model, tokenizer
+        report("preparing the kernels and the cache")  # compiled once, in about three seconds
         target = Target(model, max_batch=max_batch, max_context=max_context, exact=exact)
         setting = Setting(
             device=target.passes.device,
