@@ -48,7 +48,6 @@ def cells(law: dict[tuple[int, ...], float], least: float) -> dict[tuple[int, ..
     and the rarest share one."""
     found: dict[tuple[int, ...], int] = {}
     numbers = itertools.count()
-    mass: dict[int, float] = {}
     for length in range(LENGTH, 0, -1):
         groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for text in law:
@@ -58,7 +57,6 @@ def cells(law: dict[tuple[int, ...], float], least: float) -> dict[tuple[int, ..
             total = sum(law[text] for text in texts)
             if total >= least:
                 number = next(numbers)
-                mass[number] = total
                 found.update(dict.fromkeys(texts, number))
     rest = [text for text in law if text not in found]
     found.update(dict.fromkeys(rest, next(numbers) if rest else 0))
