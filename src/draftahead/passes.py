@@ -21,8 +21,17 @@ from torch.nn import functional as F
 from draftahead import attention, support, tree
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
-from draftahead.runtime.decoder import MOST_ROWS, Decoder, NotThisShapeError
+from draftahead.runtime.cpu import MOST_ROWS, CpuDecoder
+from draftahead.runtime.gpu import GpuDecoder
 from draftahead.runtime.linear import SmallRowLinears
+from draftahead.runtime.shape import (
+    Binding,
+    Decoder,
+    LlamaShape,
+    NotThisShapeError,
+    Place,
+    recognise,
+)
 from draftahead.support import (
     attention_configs,
     context_limit,
@@ -58,12 +67,12 @@ class CachedModel:
         if model.config.model_type not in support.TESTED:
             self._compare_with_own_forward()
         self._calls = calls
-        self._decoder = self._recognised(calls)
+        self._decoder = self._recognised()
 
     @property
     def bit_stable(self) -> bool:
         """Whether a token's logits are the same bits in every pass, whatever else is in it."""
-        return self._decoder is not None
+        return self._decoder is not None and self._decoder.bit_stable
 
     def _chosen_context(self, wanted: int | None) -> int:
         if wanted is None:
@@ -93,27 +102,30 @@ class CachedModel:
         what is returned does not. The first `real` nodes belong to the text, the others are
         guesses or padding.
         """
-        held = [len(self.cache.contents[first + b]) for b in range(tokens.shape[0])]
-        beacon = self._needs_beacon(first, max(held) + tokens.shape[1])
+        texts, width = tokens.shape
+        held = [len(self.cache.contents[first + b]) for b in range(texts)]
+        end = max(held) + width
+        live = end if live is None else live
+        beacon = self._needs_beacon(first, end)
+        if max(live, end + beacon) > self.cache.length:
+            raise ConfigError(f"a pass of {width} nodes does not fit behind {max(held)} tokens")
+        if not beacon and self._decoder is not None and self._decoder.takes(texts, width, scored):
+            place = Place(first, live, self._last_position(first), real)
+            above = None if parents is None else parents.tolist()
+            return self._decoder.run(tokens, held, above, place=place, scored=scored)
         tokens = F.pad(tokens.to(self.device), (0, int(beacon)))
-        rows, width = tokens.shape
+        width, live = width + beacon, max(live, end + beacon)
         lengths = torch.tensor(held, device=self.device)
         if parents is None:
             ancestors = None
-            depths = torch.arange(width, device=self.device).expand(rows, width)
+            depths = torch.arange(width, device=self.device).expand(texts, width)
         else:
-            ancestors = tree.ancestors(parents.to(self.device))
+            ancestors = tree.ancestors(F.pad(parents.to(self.device), (0, int(beacon))))
             depths = ancestors.sum(-1) - 1
-        live = max(held) + width if live is None else live
-        if max(live, max(held) + width) > self.cache.length:
-            raise ConfigError(f"a pass of {width} nodes does not fit behind {max(held)} tokens")
         # Padding may stand behind the last position there is; nobody reads it.
         positions = (lengths[:, None] + depths).clamp(max=self._last_position(first))
         if beacon:
             positions[:, -1] = self.switch or 0
-        elif self._decoder is not None:
-            above = None if parents is None else parents.tolist()
-            return self._decoder.run(tokens, positions, held, above, first, scored, real)
         mask = attention.distances(lengths, depths, ancestors, live)
         slots = lengths[:, None] + torch.arange(width, device=self.device)
         window = CacheWindow(self.cache, first, slots, live, real)
@@ -181,9 +193,9 @@ class CachedModel:
         `fixed`: passes cut and padded to this many by position alone, nothing reused, so that
         the keys are the same bits whatever went before.
         """
-        if self._decoder is not None and not self._decoder.is_current():
+        if self._decoder is not None and not self._binding.holds():
             self._decoder = None
-            self._decoder = self._recognised(self._calls, row)
+            self._decoder = self._recognised(row)
         far = self.is_far(len(tokens) + 1)  # the root follows
         if fixed or self.cache.far[row] != far:
             self.cache.contents[row].clear()
@@ -222,31 +234,37 @@ class CachedModel:
         return calls
 
     @torch.inference_mode()
-    def _recognised(self, calls: dict[int, dict[str, Any]], row: int = 0) -> Decoder | None:
-        """The kernels' own pass for this model, if it is of a shape they know and agrees with the
+    def _recognised(self, row: int = 0) -> Decoder | None:
+        """Our kernels' own pass for this model, if it is of a shape they know and agrees with the
         model's forward on a text and a tree."""
-        try:
-            decoder = Decoder(self.model, self.cache, calls)
-        except (NotThisShapeError, AttributeError):
-            return None
-        count = self.max_context - 6
+        self._binding = Binding(self.model)
+        count = min(self.max_context - 6, 24)
         if count < 1:
             return None
-        generator, count = torch.Generator().manual_seed(0), min(count, 24)
+        try:
+            shape = recognise(self.model, self.cache, self._calls)
+            decoder: Decoder = self._own_pass(shape)
+        except NotThisShapeError:
+            return None
+        generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, self.vocabulary, (count,), generator=generator).tolist()
         self.prefill(row, text)
         nodes = torch.randint(0, self.vocabulary, (1, 6), generator=generator)
         parents = torch.tensor([[-1, 0, 0, 1, 3, 2]])
         self._linears.enabled = False  # the model's very own arithmetic
-        theirs = self.run(nodes, first=row, parents=parents)
+        theirs = self.run(nodes, first=row, parents=parents).float()
         self._linears.enabled = True
         self._decoder = decoder
-        ours = self.run(nodes, first=row, parents=parents)
+        ours = self.run(nodes, first=row, parents=parents).float()
         self._decoder = None
         self.cache.contents[row].clear()
-        gap = (theirs - ours).abs().max() / theirs.abs().max().clamp(min=1e-6)
-        # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
-        return decoder if gap < (0.05 if decoder.int8 else 1e-3) else None
+        gap = (theirs - ours).norm() / theirs.norm().clamp(min=1e-6)
+        return decoder if gap < decoder.tolerance else None
+
+    def _own_pass(self, shape: LlamaShape) -> Decoder:
+        if self.device.type == "cuda":
+            return GpuDecoder(shape, self.cache)
+        return CpuDecoder(shape, self.cache)
 
     @torch.inference_mode()
     def _compare_with_own_forward(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ def is_chain(parents: Tensor) -> bool:
     return bool((parents == torch.arange(-1, width - 1, device=parents.device)).all())
 
 
-def depths(parents: list[int]) -> list[int]:
+def depths(parents: Seq[int]) -> list[int]:
     """Depth of every node below the root."""
     found = [0] * len(parents)
     for node in range(1, len(parents)):
@@ -29,6 +31,14 @@ def ancestors(parents: Tensor) -> Tensor:
         above = seen.gather(1, parents[:, node].view(rows, 1, 1).expand(rows, 1, width))
         seen[:, node] |= above[:, 0]
     return seen
+
+
+def ancestor_bits(parents: Seq[int]) -> list[int]:
+    """For up to 64 nodes a word: bit m says that node m leads to this one, itself included."""
+    seen = [1]
+    for node in range(1, len(parents)):
+        seen.append(seen[parents[node]] | 1 << node)
+    return [word - (1 << 64) if word >> 63 else word for word in seen]  # as signed integers
 
 
 def children(parents: list[int], size: int) -> list[list[int]]:
