@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import zoo
 from draftahead import LLM, Sampling, errors
+from draftahead.passes import CachedModel
+from draftahead.runtime.gpu import GpuDecoder
 from drafted import ALL, Clairvoyant
 
 pytestmark = pytest.mark.gpu
@@ -48,3 +51,142 @@ def test_noise_is_the_same_on_every_device() -> None:
 
     keys = [hash_key(i) for i in range(8)]
     assert torch.equal(uniforms(keys, 5000, "cuda").cpu(), uniforms(keys, 5000))
+
+
+# ------------------------------------------------------------------- our kernels and CUDA graphs
+
+COMMON = {
+    "vocab_size": 300,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+
+
+def shaped(kind: str, dtype: torch.dtype) -> Any:
+    """A model whose shape the kernels know, all its parameters random."""
+    import transformers
+
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+    options = COMMON | ({"sliding_window": 40} if kind == "mistral" else {})
+    config = getattr(transformers, f"{names[kind]}Config")(**options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{names[kind]}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.1)
+            else:
+                parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.12)
+    return model.to("cuda", dtype)
+
+
+def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("live", [None, 1600], ids=["short", "long"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_kernels_are_as_near_the_truth_as_the_models_own_forward(
+    kind: str, dtype: torch.dtype, live: int | None
+) -> None:
+    model = shaped(kind, dtype)
+    passes = CachedModel(model, max_batch=3, max_context=1700, spare=64)
+    assert isinstance(passes._decoder, GpuDecoder)
+    exact = CachedModel(shaped(kind, dtype).double(), max_batch=3, max_context=1700, spare=64)
+    exact._decoder = None
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 70, 300] if live is None else [1, 257, 1500]
+    for row, length in enumerate(lengths):
+        text = torch.randint(0, 300, (length,), generator=generator).tolist()
+        passes.prefill(row, text)
+        exact.prefill(row, text)
+    decoder = passes._decoder
+    for nodes, parents in (
+        (1, None),
+        (7, None),
+        (7, torch.tensor([[-1, 0, 0, 1, 3, 2, 2], [-1, 0, 1, 2, 0, 4, 5], [-1, 0, 0, 0, 0, 0, 0]])),
+        (40, None),
+    ):
+        tokens = torch.randint(0, 300, (3, nodes), generator=generator)
+        truth = exact.run(tokens, parents=parents)
+        passes._decoder = None
+        theirs = error(passes.run(tokens, parents=parents), truth)
+        passes._decoder = decoder
+        ours = error(passes.run(tokens, parents=parents, live=live), truth)
+        assert ours < 1.3 * theirs + 1e-3, (nodes, ours, theirs)
+
+
+def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
+    """A text fed in steps, with guesses that are dropped, ends with the logits of one pass."""
+    model = shaped("llama", torch.bfloat16)
+    passes = CachedModel(model, max_batch=2, max_context=512, spare=64)
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(0, 300, (60,), generator=generator).tolist()
+    for row in range(2):
+        passes.prefill(row, text[:20])
+    at = 20
+    while at < 60:
+        right = text[at : at + 3]
+        wrong = torch.randint(0, 300, (2, 4), generator=generator)
+        nodes = torch.cat([torch.tensor([right, right]), wrong], 1)
+        passes.run(nodes)
+        for row in range(2):
+            passes.cache.keep(row, range(len(right)), right)
+        at += 3
+    last = passes.run(torch.tensor([[7], [7]]))[:, 0].float()
+    passes.cache.contents[0].clear()
+    passes.prefill(0, text)
+    passes._decoder = None
+    once = passes.run(torch.tensor([[7]]))[0, 0].float()
+    assert torch.equal(last[0], last[1])
+    assert error(last[0], once.double()) < 0.03
+
+
+def test_graphs_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = CachedModel(shaped("llama", torch.bfloat16), max_batch=1, max_context=512, spare=64)
+    assert isinstance(passes._decoder, GpuDecoder)
+    graphs = passes._decoder.graphs
+    graphs._most = 3
+    before = [passes.run(torch.full((1, n), 5)).clone() for n in range(1, 9)]
+    assert len(graphs) == 3
+    after = [passes.run(torch.full((1, n), 5)).clone() for n in range(1, 9)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("drafter", ["lookup", "draft_model_self", "garbage_tree", "garbage"])
+def test_replay_in_half_precision_with_our_kernels(drafter: str, sampling: Sampling) -> None:
+    model = shaped("qwen3", torch.bfloat16)
+    prompts = [[p % 300 for p in prompt] for prompt in zoo.ragged_prompts(3)]
+    plain = LLM(model, "none", exact="replay", max_batch=3)
+    assert isinstance(plain.engine.target.passes._decoder, GpuDecoder)
+    drafted = LLM(model, ALL[drafter](model), exact="replay", max_batch=3)
+    texts = [[o.token_ids for o in llm.generate(prompts, sampling)] for llm in (plain, drafted)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["greedy", "sampled"])
+def test_a_step_reads_back_once(warm: bool) -> None:
+    """Between two launches the host waits for the device one single time."""
+    model = shaped("llama", torch.bfloat16)
+    sampling = Sampling(temperature=0.8 if warm else 0, max_tokens=40, seed=1, ignore_eos=True)
+    llm = LLM(model, ALL["draft_model_self"](model), max_batch=2)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    llm.generate(prompts, sampling)  # captures the graphs
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            outs = llm.generate(prompts, sampling)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [w for w in waits if "synchronizing" in str(w.message)]
+    steps = max(out.stats.steps for out in outs)
+    where = {f"{w.filename}:{w.lineno}" for w in waits}
+    assert steps <= len(waits) <= steps + 8, (len(waits), steps, where)  # prompts wait, too

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable
 
 import torch
 
@@ -82,30 +80,33 @@ class Engine:
             return []
         clock = Clock()
         batch = self._batch()
-        with clock("draft_seconds"):
-            draft = self._propose(batch)
-        with clock("verify_seconds"):
-            scores = self.target.score(batch, draft)
-            verdict = verify(draft, scores, batch, self.rule)
-            self.target.keep(batch, draft, verdict)
-        with clock("other_seconds"):
-            logprobs = _logprobs(batch, scores, verdict)
-        with clock("draft_seconds"):
-            told = deepcopy((verdict.paths, verdict.tokens))  # a drafter's slip stays its own
-            self._guarded(lambda: self.drafter.learn(batch, Verdict(*told), scores))
-        with clock("other_seconds"):
-            depths = [tree.depths(row) for row in draft.parents.tolist()]
-            self.scheduler.commit(batch, draft, depths, verdict, logprobs)
-            for sequence in batch.sequences:
-                if sequence.finish_reason is not None:
-                    sequence.tail.flush()
-                    if sequence.finish_reason == "error":
-                        row = self.scheduler.running.index(sequence)
-                        self.target.passes.cache.clear_row(row)
-                    self.release(sequence)
+        draft = self._propose(batch)
+        clock.lap("draft_seconds")
+        scores = self.target.score(batch, draft)
+        verdict = verify(draft, scores, batch, self.rule)
+        self.target.keep(batch, draft, verdict)
+        clock.lap("verify_seconds")
+        logprobs = _logprobs(batch, scores, verdict)
+        clock.lap("other_seconds")
+        # Copies: a drafter's slip stays its own.
+        told = Verdict([list(p) for p in verdict.paths], [list(t) for t in verdict.tokens])
+        self._guarded(lambda: self.drafter.learn(batch, told, scores))
+        clock.lap("draft_seconds")
+        depths = [tree.depths(row) for row in draft.above]
+        self.scheduler.commit(batch, draft, depths, verdict, logprobs)
+        for sequence in batch.sequences:
+            if sequence.finish_reason is not None:
+                self._end(sequence)
+        clock.lap("other_seconds")
         for sequence in batch.sequences:
             clock.charge(sequence.stats)
         return list(batch.sequences)
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.tail.flush()
+        if sequence.finish_reason == "error":
+            self.target.passes.cache.clear_row(self.scheduler.running.index(sequence))
+        self.release(sequence)
 
     def _batch(self) -> Batch:
         sequences = tuple(self.scheduler.running)
@@ -123,16 +124,17 @@ class Engine:
             row, request = len(running), sequence.request
             prompt = request.prompt[:-1]
             sisters = [r for r, mate in enumerate(running) if mate.request is request]
-            with clock("prefill_seconds"):
-                if sisters:
-                    cache.copy_row(sisters[0], row)
-                    del cache.contents[row][len(prompt) :]
-                    sequence.stats.reused_tokens = len(prompt)
-                else:
-                    if request.reuse:
-                        idle = range(row, cache.rows)
-                        cache.swap_rows(row, max(idle, key=lambda r: cache.matched(r, prompt)))
-                    sequence.stats.reused_tokens = self.target.prefill(row, sequence)
+            if sisters:
+                cache.copy_row(sisters[0], row)
+                del cache.contents[row][len(prompt) :]
+                sequence.stats.reused_tokens = len(prompt)
+            else:
+                if request.reuse:
+                    idle = range(row, cache.rows)
+                    cache.swap_rows(row, max(idle, key=lambda r: cache.matched(r, prompt)))
+                sequence.stats.reused_tokens = self.target.prefill(row, sequence)
+            self.target.passes.synchronize()
+            clock.lap("prefill_seconds")
             clock.charge(sequence.stats)
             self.scheduler.admit()
 
@@ -176,18 +178,17 @@ class Engine:
 
 
 class Clock:
-    """Seconds by stage of one step."""
+    """Seconds by stage of one step. A device's work counts where the host waits for it."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
+        self._last = time.perf_counter()
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.spent[stage] = self.spent.get(stage, 0.0) + time.perf_counter() - start
+    def lap(self, stage: str) -> None:
+        """What passed since the last lap goes to this stage."""
+        now = time.perf_counter()
+        self.spent[stage] = self.spent.get(stage, 0.0) + now - self._last
+        self._last = now
 
     def charge(self, stats: Stats) -> None:
         for stage, seconds in self.spent.items():
@@ -223,7 +224,7 @@ def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
     width = draft.tokens.shape[1]
     if not all(1 <= size <= width for size in draft.sizes):
         raise ValueError(f"sizes {draft.sizes} do not fit {width} nodes")
-    tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
+    tokens, parents = draft.rows, draft.above
     for row, size in enumerate(draft.sizes):
         if tokens[row][0] != batch.roots[row]:
             raise ValueError("node 0 must be the last token of the text")
@@ -243,7 +244,7 @@ def trimmed(draft: Draft, batch: Batch, max_nodes: int, *, trunk_only: bool) -> 
     """Cuts what is deeper than a row's room, or more than a pass takes; in replay, all but the
     trunk: a branch's keys lie in other slots than a chain's, and a sum in another order is
     another sum."""
-    parents = draft.parents.tolist()
+    parents = draft.above
     depths = [tree.depths(row) for row in parents]
     kept = []
     for row, (size, room) in enumerate(zip(draft.sizes, batch.rooms, strict=True)):
@@ -257,7 +258,7 @@ def trimmed(draft: Draft, batch: Batch, max_nodes: int, *, trunk_only: bool) -> 
     if all(len(nodes) == size for nodes, size in zip(kept, draft.sizes, strict=True)):
         return draft
     assert draft.laws is None, "the dice keep to the room; cutting what they drew would be a bias"
-    tokens = draft.tokens.tolist()
+    tokens = draft.rows
     place = [{node: i for i, node in enumerate(nodes)} for nodes in kept]
     guesses = [
         [(tokens[row][n], place[row][parents[row][n]]) for n in nodes[1:]]

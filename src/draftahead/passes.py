@@ -74,6 +74,10 @@ class CachedModel:
         """Whether a token's logits are the same bits in every pass, whatever else is in it."""
         return self._decoder is not None and self._decoder.bit_stable
 
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _chosen_context(self, wanted: int | None) -> int:
         if wanted is None:
             return min(self.limit, 8192)  # a cache for more is asked for, not assumed
@@ -98,9 +102,9 @@ class CachedModel:
 
         Writes their keys behind each row's length and leaves the length as it is: `cache.keep`
         moves it. `parents` [B, N] for trees, None for chains. `live`: slots to read, by default
-        as many as are needed. Returns logits [B, N, V]; without `scored` only the keys count, and
-        what is returned does not. The first `real` nodes belong to the text, the others are
-        guesses or padding.
+        as many as are needed. Returns logits [B, N, V], good until the next pass; without `scored`
+        only the keys count, and what is returned does not. The first `real` nodes belong to the
+        text, the others are guesses or padding.
         """
         texts, width = tokens.shape
         held = [len(self.cache.contents[first + b]) for b in range(texts)]
@@ -282,7 +286,7 @@ class CachedModel:
         half = count // 2
         self.prefill(0, ids[0, :half].tolist())
         # As a chain, over more slots than are used, and behind a branch that is not theirs.
-        chain = self.run(ids[:, half:], live=count + 8).float()
+        chain = self.run(ids[:, half:], live=count + 8).float().clone()
         width = count - half + 1
         parents = torch.tensor([[-1, 0, 0, *range(2, width - 1)]])
         nodes = torch.cat([ids[:, half : half + 1], ids[:, :1], ids[:, half + 1 :]], 1)

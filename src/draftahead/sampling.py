@@ -79,16 +79,23 @@ def step_key(stream: Stream, context: Context) -> int:
     return hash_key(context.sequence.key, stream, root, len(context.path))
 
 
-def uniforms(keys: Seq[int], count: int, device: torch.device | str = "cpu") -> Tensor:
+def placed(values: Any, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A small tensor on a device, without waiting for it."""
+    found = torch.tensor(values, dtype=dtype)
+    return found if str(device) == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def uniforms(keys: Seq[int] | Tensor, count: int, device: torch.device | str = "cpu") -> Tensor:
     """[A] keys -> [A, count] float64 in the open interval (0, 1)."""
-    base = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
+    keys = keys if isinstance(keys, Tensor) else placed(keys, torch.int64, device)
+    base = keys[:, None]
     index = torch.arange(count, dtype=torch.int64, device=device) * _signed(_GOLDEN)
     # 52 bits: with one more, the half that is added could round up to 1 itself.
     bits = (_mix(base + index) >> 12) & (_MASK >> 12)
     return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
-def race(law: Tensor, keys: Seq[int]) -> Tensor:
+def race(law: Tensor, keys: Seq[int] | Tensor) -> Tensor:
     """Draws one token from each law: [A, V] -> [A]. An id of probability 0 never wins."""
     arrival = -uniforms(keys, law.shape[-1], law.device).log() / law.to(torch.float64)
     return arrival.argmin(-1)
@@ -100,12 +107,12 @@ def race(law: Tensor, keys: Seq[int]) -> Tensor:
 def processed(logits: Tensor, contexts: Seq[Context]) -> Tensor:
     """Logits [A, V] after bias, penalties, bans and the user's processors, at temperature 1."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if not any(_has_processors(context.sequence) for context in contexts):
+    if not any(has_processors(context.sequence) for context in contexts):
         return logits
     return torch.stack([_guarded_row(row, at) for row, at in zip(logits, contexts, strict=True)])
 
 
-def _has_processors(sequence: Sequence) -> bool:
+def has_processors(sequence: Sequence) -> bool:
     s = sequence.sampling
     penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty != 1.0)
     lists = (s.logit_bias, s.processors, sequence.request.bad_word_ids, s.min_tokens)
@@ -156,16 +163,17 @@ def law_of(logits: Tensor, contexts: Seq[Context]) -> Tensor:
     logits = processed(logits, contexts)
     best, argmax = logits.max(-1)
     settings = [context.sequence.sampling for context in contexts]
-    greedy = torch.tensor([s.greedy for s in settings], device=logits.device)
+    greedy = [s.greedy for s in settings]
     temperature = _column([s.temperature or 1.0 for s in settings], logits)
     law = _truncated(((logits - best[:, None]) / temperature).softmax(-1), settings)
-    point = torch.zeros_like(law).scatter_(-1, argmax[:, None], 1.0)
-    law = torch.where(greedy[:, None], point, law)
+    if any(greedy):
+        point = torch.zeros_like(law).scatter_(-1, argmax[:, None], 1.0)
+        law = torch.where(placed(greedy, torch.bool, law.device)[:, None], point, law)
     return torch.where(best.isfinite()[:, None], law, torch.nan)
 
 
 def _column(values: Seq[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return placed(values, like.dtype, like.device)[:, None]
 
 
 def _truncated(law: Tensor, settings: Seq[Any]) -> Tensor:
@@ -176,8 +184,9 @@ def _truncated(law: Tensor, settings: Seq[Any]) -> Tensor:
     if any(s.top_k and not s.greedy for s in settings):
         ks = [min(s.top_k or law.shape[-1], law.shape[-1]) for s in settings]
         largest = law.topk(max(k for k, s in zip(ks, settings, strict=True) if s.top_k)).values
-        at = torch.tensor([[min(k, largest.shape[-1]) - 1] for k in ks], device=law.device)
-        on = torch.tensor([[bool(s.top_k)] for s in settings], device=law.device)
+        most = largest.shape[-1]
+        at = placed([[min(k, most) - 1] for k in ks], torch.int64, law.device)
+        on = placed([[bool(s.top_k)] for s in settings], torch.bool, law.device)
         law = _cut(law, largest.gather(-1, at), on)
     if any(s.top_p not in (None, 1.0) and not s.greedy for s in settings):
         top_p = _column([2.0 if s.top_p in (None, 1.0) else s.top_p for s in settings], law)
@@ -266,33 +275,53 @@ class DraftDice:
     ) -> None:
         self.sequences, self.rooms, self.vocabulary = sequences, rooms, vocabulary
         self.by_law = exact == "law" and not all(s.sampling.greedy for s in sequences)
-        self.chains: list[list[int]] = [[] for _ in sequences]
         self.laws: list[Tensor] = []
+        # Without processors nothing here depends on which tokens were drawn, so the device can go
+        # on drawing while the host has not seen any.
+        self._needs_paths = any(has_processors(s) for s in sequences)
+        self._drawn: list[Tensor] = []  # [B] a depth
+        self._counts = [0] * len(sequences)  # tokens of each chain
         self._open = [room > 0 for room in rooms]
-        self._depth = 0
+        self._draft: Draft | None = None
+
+    @property
+    def chains(self) -> list[list[int]]:
+        """What was drawn, by row. Waits for the device, unless the draft was read back already."""
+        if self._draft is not None:
+            rows = self._draft.rows
+            return [row[1 : 1 + n] for row, n in zip(rows, self._counts, strict=True)]
+        if not self._drawn:
+            return [[] for _ in self.sequences]
+        drawn = torch.stack(self._drawn, 1).tolist()
+        return [row[:n] for row, n in zip(drawn, self._counts, strict=True)]
 
     def draw(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
         # Everything that can fail comes before the draw: what is drawn stands.
         if logits.ndim != 2 or len(logits) != len(self.sequences):
             raise ValueError(f"dice want logits [{len(self.sequences)}, V], not {logits.shape}")
         wanted = rows.tolist() if rows is not None else [True] * len(self.sequences)
-        contexts = [
-            Context(s, tuple(chain)) for s, chain in zip(self.sequences, self.chains, strict=True)
-        ]
-        law = law_of(self._fitted(logits), contexts)
-        finite = law[:, 0].isfinite()
-        law = law.where(finite[:, None], 1.0)  # a row without a law ends here; any would do
-        key = step_key if self.by_law else (lambda _, context: target_key(context))
-        tokens = race(law, [key(Stream.DRAFT, context) for context in contexts])
-        checks = zip(self._open, wanted, finite.tolist(), self.rooms, strict=True)
-        self._open = [o and bool(w) and f and self._depth < room for o, w, f, room in checks]
-        self._depth += 1
-        if self.by_law:
-            self.laws.append(law)
-        for chain, is_open, token in zip(self.chains, self._open, tokens.tolist(), strict=True):
-            if is_open:
-                chain.append(token)
+        depth = len(self._drawn)
+        paths = self.chains if self._needs_paths else [[0] * depth] * len(self.sequences)
+        contexts = [Context(s, tuple(path)) for s, path in zip(self.sequences, paths, strict=True)]
+        tokens, finite = self._draw(self._fitted(logits), contexts)
+        checks = zip(self._open, wanted, finite, self.rooms, strict=True)
+        self._open = [o and bool(w) and f and depth < room for o, w, f, room in checks]
+        self._counts = [n + o for n, o in zip(self._counts, self._open, strict=True)]
+        self._drawn.append(tokens)
+        self._draft = None
         return tokens
+
+    def _draw(self, logits: Tensor, contexts: list[Context]) -> tuple[Tensor, list[bool]]:
+        """Tokens [B], and which rows had a law to draw from: without processors, all."""
+        if not self.by_law:
+            tokens, finite = draw(logits, contexts)
+        else:
+            law = law_of(logits, contexts)
+            finite = law[:, 0].isfinite()
+            law = law.where(finite[:, None], 1.0)  # a row without a law ends here; any would do
+            tokens = race(law, [step_key(Stream.DRAFT, context) for context in contexts])
+            self.laws.append(law)
+        return tokens, finite.tolist() if self._needs_paths else [True] * len(contexts)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """To the target's vocabulary; what is not finite can only make the guess worse."""
@@ -307,11 +336,16 @@ class DraftDice:
 
     def draft(self) -> Draft | None:
         """What has been drawn so far, or None if nothing was."""
-        if not any(self.chains):
+        width = max(self._counts)
+        if not width:
             return None
-        draft = Draft.chains([s.tokens[-1] for s in self.sequences], self.chains)
-        if not self.by_law:
-            return draft
-        width = draft.tokens.shape[1]
-        laws = [*self.laws[: width - 1], torch.zeros_like(self.laws[0])]  # no child of a leaf
-        return Draft(draft.tokens, draft.parents, draft.sizes, torch.stack(laws, dim=1))
+        if self._draft is None:
+            roots = [s.tokens[-1] for s in self.sequences]
+            device = self._drawn[0].device
+            tokens = torch.stack([placed(roots, torch.int64, device), *self._drawn[:width]], 1)
+            laws = None
+            if self.by_law:  # a leaf has no children
+                laws = torch.stack([*self.laws[:width], torch.zeros_like(self.laws[0])], 1)
+            parents = torch.arange(-1, width).expand(len(roots), width + 1)
+            self._draft = Draft(tokens, parents, [1 + n for n in self._counts], laws)
+        return self._draft

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from draftahead import tree
 from draftahead.errors import ReplayUnsupportedError
 from draftahead.passes import CachedModel
 from draftahead.types import Batch, Draft, Exact, Scores, Sequence, Verdict
@@ -70,7 +69,7 @@ class Target:
     def score(self, batch: Batch, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, but for replay and for rows rotated apart."""
         self._rotate_crossed(batch)
-        parents = None if tree.is_chain(draft.parents) else draft.parents
+        parents = None if draft.is_chain else draft.parents
         rows = range(len(batch.sequences))
         if self.one_shape:
             # Each text in a pass of its own, always of one shape over the same slots: so a
@@ -78,12 +77,14 @@ class Target:
             width = draft.tokens.shape[1]
             padded = F.pad(draft.tokens, (0, REPLAY_ROWS - width))
             lives = [self._live(sequence) for sequence in batch.sequences]
-            alone = [self.passes.run(padded[r : r + 1], first=r, live=lives[r]) for r in rows]
+            alone = [
+                self.passes.run(padded[r : r + 1], first=r, live=lives[r]).clone() for r in rows
+            ]
             return Scores(torch.cat(alone)[:, :width])
         if len({self.passes.cache.far[row] for row in rows}) > 1:
             above = [None if parents is None else parents[r : r + 1] for r in rows]
             run = self.passes.run
-            alone = [run(draft.tokens[r : r + 1], first=r, parents=above[r]) for r in rows]
+            alone = [run(draft.tokens[r : r + 1], first=r, parents=above[r]).clone() for r in rows]
             return Scores(torch.cat(alone))
         return Scores(self.passes.run(draft.tokens, parents=parents))
 
@@ -95,7 +96,7 @@ class Target:
                     self.prefill(row, sequence)
 
     def keep(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
-        tokens = draft.tokens.tolist()
+        tokens = draft.rows
         for row in range(len(batch.sequences)):
             path = verdict.paths[row]
             self.passes.cache.keep(row, path, [tokens[row][node] for node in path])

@@ -8,12 +8,6 @@ import torch
 from torch import Tensor
 
 
-def is_chain(parents: Tensor) -> bool:
-    """Whether every row of parents [B, N] is -1, 0, 1, 2, ..."""
-    width = parents.shape[1]
-    return bool((parents == torch.arange(-1, width - 1, device=parents.device)).all())
-
-
 def depths(parents: Seq[int]) -> list[int]:
     """Depth of every node below the root."""
     found = [0] * len(parents)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -233,8 +234,12 @@ class Dice(Protocol):
         """One more token for each row: logits [B, V] -> tokens [B].
 
         `rows` [B] bool says which rows go on; the others' chains end here. Decide that from
-        the logits, before the draw.
+        the logits, before the draw. The tokens may still be under way on a device.
         """
+
+    @property
+    def chains(self) -> list[list[int]]:
+        """What was drawn, by row. Costs a wait until the verdict of the step is known."""
 
 
 @dataclass(frozen=True)
@@ -253,10 +258,35 @@ class Batch:
 class Draft:
     """A tree of guesses a row. Node 0 is the root: the last agreed token."""
 
-    tokens: Tensor  # [B, N] int64
+    tokens: Tensor  # [B, N] int64; may lie on a device and not be known to the host yet
     parents: Tensor  # [B, N] int64; parents[:, 0] is -1, a parent stands before its children
     sizes: list[int]  # nodes of each row, the root included; the rest is padding
     laws: Tensor | None = None  # [B, N, V]: what the children of a node were drawn from
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """The tokens, known to the host."""
+        return self.tokens.tolist()
+
+    @cached_property
+    def above(self) -> list[list[int]]:
+        """The parents as lists."""
+        return self.parents.tolist()
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no row branches."""
+        chain = list(range(-1, self.parents.shape[1] - 1))
+        return all(row == chain for row in self.above)
+
+    def read_with(self, found: Tensor) -> list[list[int]]:
+        """Reads `found` [B, M] back from the device, and the tokens along with it: one wait."""
+        if self.tokens.device != found.device or "rows" in self.__dict__:
+            return found.tolist()
+        width = self.tokens.shape[1]
+        both = torch.cat([self.tokens, found], 1).tolist()
+        self.__dict__["rows"] = [row[:width] for row in both]
+        return [row[width:] for row in both]
 
     @staticmethod
     def chains(roots: Seq[int], guesses: Seq[Seq[int]]) -> Draft:

@@ -19,10 +19,22 @@ from torch import Tensor
 
 from draftahead import tree
 from draftahead.errors import DraftaheadError, NonFiniteLogitsError
-from draftahead.sampling import Context, Stream, draw, law_of, race, step_key, target_key, uniforms
+from draftahead.sampling import (
+    Context,
+    Stream,
+    draw,
+    has_processors,
+    law_of,
+    placed,
+    race,
+    step_key,
+    target_key,
+    uniforms,
+)
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 Rule = Literal["block", "token"]
+NO_LAW = -1  # in place of a token where the logits allow none
 
 
 # ------------------------------------------------------------------------ the pure functions
@@ -101,14 +113,15 @@ def verify(draft: Draft, scores: Scores, batch: Batch, rule: Rule = "block") -> 
     """Which path of each row's tree agrees, and the target's own next token."""
     if draft.laws is None:
         return match(draft, scores, batch)
-    if rule == "block" and tree.is_chain(draft.parents):
+    if rule == "block" and draft.is_chain:
         return verify_block(draft, scores, batch)
     return verify_siblings(draft, scores, batch)
 
 
 def match(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
     """Point-mass drafts, all rows together, one level of the trees at a time."""
-    tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
+    everywhere = _drawn_everywhere(draft, scores, batch)
+    tokens, parents = draft.rows, draft.above
     known = [
         {(parents[b][n], tokens[b][n]): n for n in range(size - 1, 0, -1)}
         for b, size in enumerate(draft.sizes)
@@ -117,13 +130,13 @@ def match(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
     active = list(range(len(batch.sequences)))
     while active:
         at = [verdict.paths[b][-1] for b in active]
-        contexts = [Context(batch.sequences[b], tuple(verdict.tokens[b])) for b in active]
-        apart = batch.exact == "replay"
-        chosen, finite = draw(scores.logits[active, at], contexts, apart=apart)
+        if everywhere is None:
+            picked = _drawn(scores, batch, verdict, active, at)
+        else:
+            picked = [everywhere[b][node] for b, node in zip(active, at, strict=True)]
         going = []
-        picks = zip(active, at, chosen.tolist(), finite.tolist(), strict=True)
-        for b, node, token, is_finite in picks:
-            if not is_finite:
+        for b, node, token in zip(active, at, picked, strict=True):
+            if token == NO_LAW:
                 verdict.errors[b] = _no_law(batch.sequences[b])
                 continue
             verdict.tokens[b].append(token)
@@ -134,44 +147,79 @@ def match(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
     return verdict
 
 
+def _drawn(
+    scores: Scores, batch: Batch, verdict: Verdict, active: list[int], at: list[int]
+) -> list[int]:
+    """The target's own token at one node of each row, along that row's path."""
+    contexts = [Context(batch.sequences[b], tuple(verdict.tokens[b])) for b in active]
+    apart = batch.exact == "replay"
+    chosen, finite = draw(scores.logits[active, at], contexts, apart=apart)
+    return chosen.where(finite, NO_LAW).tolist()
+
+
+def _drawn_everywhere(draft: Draft, scores: Scores, batch: Batch) -> list[list[int]] | None:
+    """The target's own token at every node, where waiting for a device level by level costs more
+    than drawing what is not needed. None where a draw depends on the path or must stand alone."""
+    greedy = all(sequence.sampling.greedy for sequence in batch.sequences)
+    alone = batch.exact == "replay" and not greedy
+    if scores.logits.device.type == "cpu" or alone or any(map(has_processors, batch.sequences)):
+        return None
+    rows, width = draft.tokens.shape
+    if greedy:
+        best, chosen = scores.logits.max(-1)
+        finite = best.isfinite()
+    else:
+        flat, contexts = scores.logits.reshape(rows * width, -1), _contexts(draft, batch)
+        chosen, finite = (found.view(rows, width) for found in draw(flat, contexts))
+    return draft.read_with(chosen.where(finite, NO_LAW))
+
+
+def _contexts(draft: Draft, batch: Batch) -> list[Context]:
+    """Of every node, row by row. Tokens stand in only where processors look at them."""
+    needed = any(map(has_processors, batch.sequences))
+    found = []
+    for b, (sequence, parents) in enumerate(zip(batch.sequences, draft.above, strict=True)):
+        tokens = draft.rows[b] if needed else [0] * len(parents)
+        paths: list[tuple[int, ...]] = [()]
+        for node in range(1, len(parents)):
+            is_real = node < draft.sizes[b]
+            paths.append((*paths[parents[node]], *([tokens[node]] if is_real else [])))
+        found += [Context(sequence, path) for path in paths]
+    return found
+
+
 def verify_block(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
-    """Sampled chains by block verification."""
+    """Sampled chains by block verification. Reads back once."""
     assert draft.laws is not None
     rows, width = draft.tokens.shape
-    tokens = draft.tokens.tolist()
-    contexts = [
-        Context(sequence, tuple(tokens[b][1 : min(i + 1, draft.sizes[b])]))
-        for b, sequence in enumerate(batch.sequences)
-        for i in range(width)
-    ]
+    contexts = _contexts(draft, batch)
     logits = scores.logits.reshape(rows * width, -1)
     p = law_of(logits, contexts).view(rows, width, -1).to(torch.float64)
     # A node whose own law is not finite can be reached, but nothing beyond it can.
-    finite = p[..., 0].isfinite().tolist()
-    lengths = [
-        next((i for i in range(size) if not finite[b][i]), size - 1)
-        for b, size in enumerate(draft.sizes)
-    ]
+    finite = p[..., 0].isfinite()
+    index = torch.arange(width, device=p.device)
+    last = placed([size - 1 for size in draft.sizes], torch.int64, p.device)
+    ends = index.where(~finite, width).amin(-1).minimum(last)
     q = draft.laws[:, :-1].to(p)
-    ends = torch.tensor(lengths, device=p.device)
     drafted = draft.tokens[:, 1:].to(p.device)
     keep, weight = block_acceptance(p.nan_to_num(0.0), q, drafted, ends)
-    keys = [step_key(Stream.COIN, context) for context in contexts]
-    won = coin(keep, uniforms(keys, 1, p.device).view(rows, width))
+    coins = [step_key(Stream.COIN, context) for context in contexts]
+    won = coin(keep, uniforms(coins, 1, p.device).view(rows, width))
     kept = longest_kept(won)
     each = torch.arange(rows, device=p.device)
     q_after = torch.cat([q, torch.zeros_like(q[:, :1])], 1)[each, kept]
     law = block_residual(p[each, kept], q_after, weight[each, kept], kept == ends)
-    after = [contexts[b * width + k] for b, k in enumerate(kept.tolist())]
-    own = race(law, [target_key(context) for context in after]).tolist()
+    keys = placed([target_key(context) for context in contexts], torch.int64, p.device)
+    own = race(law, keys.view(rows, width)[each, kept])
+    own = own.where(finite[each, kept], NO_LAW)
     verdict = _empty(batch)
-    for b, k in enumerate(kept.tolist()):
+    for b, (k, token) in enumerate(draft.read_with(torch.stack([kept, own], 1))):
         verdict.paths[b].extend(range(1, k + 1))
-        verdict.tokens[b].extend(tokens[b][1 : k + 1])
-        if finite[b][k]:
-            verdict.tokens[b].append(own[b])
-        else:
+        verdict.tokens[b].extend(draft.rows[b][1 : k + 1])
+        if token == NO_LAW:
             verdict.errors[b] = _no_law(batch.sequences[b])
+        else:
+            verdict.tokens[b].append(token)
     return verdict
 
 
@@ -180,7 +228,7 @@ def verify_siblings(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
     assert draft.laws is not None
     verdict = _empty(batch)
     for b, sequence in enumerate(batch.sequences):
-        tokens, parents = draft.tokens[b].tolist(), draft.parents[b].tolist()
+        tokens, parents = draft.rows[b], draft.above[b]
         below = tree.children(parents, draft.sizes[b])
         path, said = verdict.paths[b], verdict.tokens[b]
         descending = True

@@ -8,6 +8,7 @@ import platform
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,32 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def reader(size: int, device: torch.device) -> Callable[[], None]:
-    """A function that reads `size` bytes of memory once, and does nothing else."""
-    data = torch.randn(max(size // 4, 1), device=device)
+def reader(size: int, device: torch.device) -> Callable[[], object]:
+    """A function that moves `size` bytes of memory once, and does nothing else."""
     library = build.library() if device.type == "cpu" else None
     if library is not None:
+        data = torch.randn(max(size // 4, 1))
         return lambda: library.draftahead_read(data.data_ptr(), data.numel(), build.threads())
-    return lambda: data.sum()  # type: ignore[return-value]
+    # A copy reads half of the bytes and writes the others: on a GPU the way to move most.
+    source = torch.randn(max(size // 8, 1), device=device)
+    to = torch.empty_like(source)
+    return lambda: to.copy_(source)
+
+
+def timed(job: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one run: by the clock, or of the device's own work."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        job()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    # The host runs ahead meanwhile: its launching is not measured.
+    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+    begin.record()
+    job()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def synchronize(device: torch.device) -> None:

@@ -136,6 +136,7 @@ def _result(side: Side, task: str, groups: list[Group], plain: str) -> dict[str,
             "accepted_at": stats.accepted_at,
             # Mates share a pass and its time; each sequence counted both for itself.
             "ms_per_pass": 1e3 * stats.verify_seconds / stats.steps,
+            "ms_per_step": 1e3 * stats.decode_seconds / stats.steps,
             "seconds_by_stage": {
                 name: getattr(stats, f"{name}_seconds") / side.batch
                 for name in ("prefill", "draft", "verify", "other")

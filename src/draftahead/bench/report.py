@@ -24,6 +24,30 @@ def rows_table(curve: dict[str, Any]) -> Table:
     return table
 
 
+def shape_table(found: dict[str, Any]) -> Table:
+    """What the engine adds to its passes."""
+    table = Table(title=f"{found['shape']}, agreement {found['agreement']:.2f}", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    rows = (
+        ("plain decoding, a token", f"{found['plain_ms_per_token']:.2f} ms"),
+        ("drafted decoding, a token", f"{found['drafted_ms_per_token']:.2f} ms"),
+        ("mean acceptance length", f"{found['mean_acceptance_length']:.2f}"),
+        ("speed-up, decoding alone", f"{found['speedup']:.2f}x"),
+        ("predicted from the passes", f"{found['predicted_speedup']:.2f}x"),
+        ("measured over predicted", f"{found['measured_over_predicted']:.2f}"),
+        ("outside passes, plain", f"{found['outside_passes_plain']:.1%}"),
+        ("outside passes, drafted", f"{found['outside_passes_drafted']:.1%}"),
+        (
+            f"a step of {found['speculative_tokens'] + 1} rows, all accepted, over a plain step",
+            f"{found['accepted_step_over_plain_step']:.2f}x",
+        ),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def results_table(results: list[dict[str, Any]], title: str) -> Table:
     table = Table(
         title=title, caption="tok/s and speed-up by wall time, the prompt's pass included"

@@ -6,7 +6,6 @@ for eight.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftahead.bench.machine import reader, synchronize
+from draftahead.bench.machine import reader, timed
 from draftahead.passes import CachedModel
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -56,11 +55,9 @@ def measure_rows(
     spent: dict[Any, list[float]] = {name: [] for name in jobs}
     for turn in range(repeats + 2):
         for name, job in jobs.items():
-            start = time.perf_counter()
-            job()
-            synchronize(device)
-            if turn >= 2:  # the first ones warm up
-                spent[name].append(1e3 * (time.perf_counter() - start))
+            spent[name].append(timed(job, device))
+            if turn < 2:  # the first ones warm up
+                spent[name].clear()
         progress()
     passes.cache.contents[0].clear()
 

@@ -114,3 +114,14 @@ def transformers_peers(model: Any, assistant: Any = None) -> list[Side]:
         options = {"assistant_model": assistant}
         found.append(Transformers("transformers assisted", model, options))
     return found
+
+
+def transformers_pair(model: Any, assistant: Any, tokens: int) -> list[Side]:
+    """Plain, and with the same draft and as many guesses a step as ours."""
+    fixed = {"num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant"}
+    for name, value in (fixed | {"assistant_confidence_threshold": 0.0}).items():
+        setattr(assistant.generation_config, name, value)
+    return [
+        Transformers("transformers", model, {}),
+        Transformers("transformers assisted", model, {"assistant_model": assistant}),
+    ]

@@ -41,6 +41,10 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures.", metavar="FILE")
     ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Random weights of a shape, as llama-8b, instead of a model.")
+    ] = None,
+    agreement: Annotated[float, typer.Option(help="Of the draft, for --shape.")] = 0.8,
     plot: Annotated[Path | None, typer.Option(help="Draw them into a PNG file.")] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -48,7 +52,7 @@ def bench(
 ) -> None:
     """Measure drafters against plain decoding and against peers, side by side in one run."""
     from draftahead.bench.machine import peak_memory, provenance
-    from draftahead.bench.report import draw, results_table, rows_table
+    from draftahead.bench.report import results_table, rows_table, shape_table
     from draftahead.bench.rows import measure_rows
 
     console, notes = options.output_console(), Console(stderr=True)
@@ -60,6 +64,16 @@ def bench(
         if peer not in PEERS:
             raise ConfigError(f"unknown peer {peer!r}{nearest(peer, PEERS)}")
     sampling = options.sampling_from(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    if shape is not None:
+        count = num_speculative_tokens or 4
+        kind = (shape, agreement, count, dtype, device)
+        found = _shape(notes, kind, sampling, limit or 2, repeats, "transformers" in peers)
+        everyone = [*found["results"], *found["peers"]]
+        tables = rows_table(found), shape_table(found), results_table(everyone, shape)
+        for table in tables:
+            console.print(table)
+        _keep(found, json_file, plot)
+        return
     chosen = load_prompts(prompts)
     first = options.build_llm(model, "none", dtype=dtype, device=device, quantize=quantize)
     report: dict[str, Any] = provenance() | {"model": model, "quantize": quantize}
@@ -72,20 +86,77 @@ def bench(
         sides = _sides(first, names, draft_model, num_speculative_tokens, size, sampling)
         if size == 1:
             sides += _peers(peers, model, first)
-        found, interrupted = _run(notes, first, sides, chosen, size, limit, sampling, repeats)
-        results += found
-        if found:
-            console.print(results_table(found, f"{model}, batch {size}, {max_tokens} tokens"))
+        some, interrupted = _run(notes, first, sides, chosen, size, limit, sampling, repeats)
+        results += some
+        if some:
+            console.print(results_table(some, f"{model}, batch {size}, {max_tokens} tokens"))
         if interrupted:
             notes.print("interrupted: these are the results so far")
             break
     report["results"] = [row for row in results if "drafter" in row]
     report["peers"] = [row for row in results if "drafter" not in row]
     report["peak_memory_bytes"] = peak_memory(first.engine.target.passes.device)
+    _keep(report, json_file, plot)
+
+
+def _keep(report: dict[str, Any], json_file: Path | None, plot: Path | None) -> None:
+    from draftahead.bench.report import draw
+
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     if plot is not None:
         draw(report, plot)
+
+
+def _shape(
+    notes: Console,
+    kind: tuple[str, float, int, str | None, str | None],
+    sampling: Sampling,
+    limit: int,
+    repeats: int,
+    against_transformers: bool,
+) -> dict[str, Any]:
+    """A model of a named shape instead of a real one: see bench/shape.py."""
+    import torch
+
+    from draftahead.bench import shape as shapes
+    from draftahead.bench.machine import peak_memory, provenance
+    from draftahead.bench.measure import OVERALL, Group, measure, results_of
+    from draftahead.bench.sides import transformers_pair
+
+    name, agreement, count, dtype, device = kind
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    numbers = shapes.dtype_for(dtype, place)
+    target, draft = shapes.build_pair(name, numbers, place)
+    tokens = sampling.max_tokens or 64
+    texts = shapes.prompts_for(target.config.vocab_size, limit)
+    sides = shapes.sides_for(target, draft, count, texts, tokens)
+    with _progress(notes, f"{name}, agreement {agreement}", shapes.STEPS) as step:
+        found = shapes.calibrate(
+            target,
+            shapes.SHAPES[name].draft_layers,
+            lambda: shapes.agreement_of(sides[1], texts, tokens),
+            agreement,
+            step,
+        )
+    shapes.learn_answers(sides, texts, tokens)
+    everyone: list[Side] = [*sides]
+    if against_transformers:
+        everyone += transformers_pair(target, draft, count)
+    groups = [Group("random text", [text]) for text in texts]
+    with _progress(notes, name, len(groups) * len(everyone) * repeats) as step:
+        results = results_of(measure(everyone, groups, sampling, repeats, step), plain="none")
+    return (
+        provenance()
+        | {"shape": name, "agreement_asked": agreement, "agreement": found, "dtype": str(numbers)}
+        | shapes.overheads(sides, results, count)
+        | {
+            # One task only: "overall" says it all.
+            "results": [row for row in results if "drafter" in row and row["task"] == OVERALL],
+            "peers": [row for row in results if "drafter" not in row and row["task"] == OVERALL],
+            "peak_memory_bytes": peak_memory(place),
+        }
+    )
 
 
 def _run(

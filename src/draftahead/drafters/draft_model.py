@@ -16,7 +16,9 @@ from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError, VocabularyMismatchError
 from draftahead.passes import CachedModel
 from draftahead.support import context_limit
-from draftahead.types import Batch, Draft
+from draftahead.types import Batch, Dice, Draft
+
+UNNAMED = -1  # in place of a token that only the device knows
 
 
 @register("draft_model")
@@ -40,6 +42,8 @@ class DraftModel(Drafter):
             spare=self.count + 1,
         )
         self.rows: list[int] = [-1] * setting.max_batch  # which sequence each cache row is for
+        # Whose draws the rows' contents end with, still unnamed, and from where on.
+        self._fed: tuple[Dice, list[int]] | None = None
 
     def propose(self, batch: Batch) -> Draft | None:
         most = self.passes.max_context
@@ -47,15 +51,27 @@ class DraftModel(Drafter):
         count = min(self.count, max(batch.rooms))
         if count < 1 or not any(fits):
             return None
+        self._name_what_was_fed()
         logits = self._catch_up(batch, fits)
+        self._fed = batch.dice, [len(self.passes.cache.contents[row]) for row in range(len(fits))]
         for depth in range(count):
             tokens = batch.dice.draw(logits, torch.tensor(fits))
             if depth + 1 < count:
                 fed = tokens[:, None].clamp(max=self.passes.vocabulary - 1)
                 logits = self.passes.run(fed)[:, -1]
-                for row, token in enumerate(tokens.tolist()):
-                    self.passes.cache.contents[row].append(token)
+                for row in range(len(fits)):
+                    self.passes.cache.contents[row].append(UNNAMED)
         return None  # the dice hold the draft
+
+    def _name_what_was_fed(self) -> None:
+        """Drawn tokens are fed on before the host knows them; by the next step it does."""
+        if self._fed is None:
+            return
+        dice, starts = self._fed
+        for row, (chain, start) in enumerate(zip(dice.chains, starts, strict=True)):
+            held = self.passes.cache.contents[row]
+            held[start : start + len(chain)] = chain[: len(held) - start]
+        self._fed = None
 
     def _catch_up(self, batch: Batch, fits: list[bool]) -> torch.Tensor:
         """Feeds every row what its cache lacks; returns the logits after each text's end."""
