@@ -142,9 +142,8 @@ class Engine:
 
     def _propose(self, batch: Batch) -> Draft:
         """The drafter's guesses, or none. Whatever it does, the draft that comes out is sound."""
-        nothing = Draft.chains(batch.roots, [[] for _ in batch.sequences])
         if self._faults >= GIVE_UP_AFTER or not any(batch.rooms):
-            return nothing
+            return Draft.nothing(batch.roots)
         found: list[Draft | None] = [None]
 
         def ask() -> None:
@@ -156,7 +155,9 @@ class Engine:
         dice = batch.dice
         assert isinstance(dice, DraftDice)
         # What the dice have drawn is the draft, even if the drafter failed after the draw.
-        draft = dice.draft() or found[0] or nothing
+        draft = dice.draft() or found[0]
+        if draft is None:
+            return Draft.nothing(batch.roots)
         return trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.one_shape)
 
     def _guarded(self, call: Callable[[], None], *, counts: bool = False) -> None:

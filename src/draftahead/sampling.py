@@ -107,16 +107,9 @@ def race(law: Tensor, keys: Seq[int] | Tensor) -> Tensor:
 def processed(logits: Tensor, contexts: Seq[Context]) -> Tensor:
     """Logits [A, V] after bias, penalties, bans and the user's processors, at temperature 1."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if not any(has_processors(context.sequence) for context in contexts):
+    if not any(context.sequence.has_processors for context in contexts):
         return logits
     return torch.stack([_guarded_row(row, at) for row, at in zip(logits, contexts, strict=True)])
-
-
-def has_processors(sequence: Sequence) -> bool:
-    s = sequence.sampling
-    penalties = (s.presence_penalty, s.frequency_penalty, s.repetition_penalty != 1.0)
-    lists = (s.logit_bias, s.processors, sequence.request.bad_word_ids, s.min_tokens)
-    return any(penalties) or any(lists)
 
 
 def _guarded_row(logits: Tensor, context: Context) -> Tensor:
@@ -274,11 +267,12 @@ class DraftDice:
         self, sequences: Seq[Sequence], rooms: Seq[int], vocabulary: int, exact: Exact
     ) -> None:
         self.sequences, self.rooms, self.vocabulary = sequences, rooms, vocabulary
-        self.by_law = exact == "law" and not all(s.sampling.greedy for s in sequences)
+        self._all_greedy = all(s.sampling.greedy for s in sequences)
+        self.by_law = exact == "law" and not self._all_greedy
         self.laws: list[Tensor] = []
         # Without processors nothing here depends on which tokens were drawn, so the device can go
         # on drawing while the host has not seen any.
-        self._needs_paths = any(has_processors(s) for s in sequences)
+        self._needs_paths = any(s.has_processors for s in sequences)
         self._drawn: list[Tensor] = []  # [B] a depth
         self._counts = [0] * len(sequences)  # tokens of each chain
         self._open = [room > 0 for room in rooms]
@@ -301,9 +295,7 @@ class DraftDice:
             raise ValueError(f"dice want logits [{len(self.sequences)}, V], not {logits.shape}")
         wanted = rows.tolist() if rows is not None else [True] * len(self.sequences)
         depth = len(self._drawn)
-        paths = self.chains if self._needs_paths else [[0] * depth] * len(self.sequences)
-        contexts = [Context(s, tuple(path)) for s, path in zip(self.sequences, paths, strict=True)]
-        tokens, finite = self._draw(self._fitted(logits), contexts)
+        tokens, finite = self._draw(logits, depth)
         checks = zip(self._open, wanted, finite, self.rooms, strict=True)
         self._open = [o and bool(w) and f and depth < room for o, w, f, room in checks]
         self._counts = [n + o for n, o in zip(self._counts, self._open, strict=True)]
@@ -311,8 +303,13 @@ class DraftDice:
         self._draft = None
         return tokens
 
-    def _draw(self, logits: Tensor, contexts: list[Context]) -> tuple[Tensor, list[bool]]:
+    def _draw(self, logits: Tensor, depth: int) -> tuple[Tensor, list[bool]]:
         """Tokens [B], and which rows had a law to draw from: without processors, all."""
+        if self._all_greedy and not self._needs_paths:
+            return logits[:, : self.vocabulary].argmax(-1), [True] * len(self.sequences)
+        paths = self.chains if self._needs_paths else [[0] * depth] * len(self.sequences)
+        contexts = [Context(s, tuple(path)) for s, path in zip(self.sequences, paths, strict=True)]
+        logits = self._fitted(logits)
         if not self.by_law:
             tokens, finite = draw(logits, contexts)
         else:

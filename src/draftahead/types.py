@@ -214,6 +214,18 @@ class Sequence:
     def sampling(self) -> Sampling:
         return self.request.sampling
 
+    @cached_property
+    def has_processors(self) -> bool:
+        """Whether its law depends on more than the logits at a node: on the path to it."""
+        s = self.sampling
+        penalties = (
+            s.presence_penalty,
+            s.frequency_penalty,
+            s.repetition_penalty not in (None, 1.0),
+        )
+        lists = (s.logit_bias, s.processors, self.request.bad_word_ids, s.min_tokens)
+        return any(penalties) or any(lists)
+
     @property
     def output(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
@@ -287,6 +299,11 @@ class Draft:
         both = torch.cat([self.tokens, found], 1).tolist()
         self.__dict__["rows"] = [row[:width] for row in both]
         return [row[width:] for row in both]
+
+    @staticmethod
+    def nothing(roots: Seq[int]) -> Draft:
+        """Roots alone: plain decoding."""
+        return Draft.chains(roots, [()] * len(roots))
 
     @staticmethod
     def chains(roots: Seq[int], guesses: Seq[Seq[int]]) -> Draft:

@@ -23,7 +23,6 @@ from draftahead.sampling import (
     Context,
     Stream,
     draw,
-    has_processors,
     law_of,
     placed,
     race,
@@ -160,9 +159,10 @@ def _drawn(
 def _drawn_everywhere(draft: Draft, scores: Scores, batch: Batch) -> list[list[int]] | None:
     """The target's own token at every node, where waiting for a device level by level costs more
     than drawing what is not needed. None where a draw depends on the path or must stand alone."""
+    if scores.logits.device.type == "cpu" or any(s.has_processors for s in batch.sequences):
+        return None
     greedy = all(sequence.sampling.greedy for sequence in batch.sequences)
-    alone = batch.exact == "replay" and not greedy
-    if scores.logits.device.type == "cpu" or alone or any(map(has_processors, batch.sequences)):
+    if batch.exact == "replay" and not greedy:
         return None
     rows, width = draft.tokens.shape
     if greedy:
@@ -176,7 +176,7 @@ def _drawn_everywhere(draft: Draft, scores: Scores, batch: Batch) -> list[list[i
 
 def _contexts(draft: Draft, batch: Batch) -> list[Context]:
     """Of every node, row by row. Tokens stand in only where processors look at them."""
-    needed = any(map(has_processors, batch.sequences))
+    needed = any(s.has_processors for s in batch.sequences)
     found = []
     for b, (sequence, parents) in enumerate(zip(batch.sequences, draft.above, strict=True)):
         tokens = draft.rows[b] if needed else [0] * len(parents)

@@ -15,6 +15,7 @@ import torch
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError, VocabularyMismatchError
 from draftahead.passes import CachedModel
+from draftahead.sampling import placed
 from draftahead.support import context_limit
 from draftahead.types import Batch, Dice, Draft
 
@@ -54,8 +55,9 @@ class DraftModel(Drafter):
         self._name_what_was_fed()
         logits = self._catch_up(batch, fits)
         self._fed = batch.dice, [len(self.passes.cache.contents[row]) for row in range(len(fits))]
+        going = None if all(fits) else torch.tensor(fits)
         for depth in range(count):
-            tokens = batch.dice.draw(logits, torch.tensor(fits))
+            tokens = batch.dice.draw(logits, going)
             if depth + 1 < count:
                 fed = tokens[:, None].clamp(max=self.passes.vocabulary - 1)
                 logits = self.passes.run(fed)[:, -1]
@@ -92,7 +94,10 @@ class DraftModel(Drafter):
         logits = self.passes.run(block.clamp(max=self.passes.vocabulary - 1))
         for row, tokens in enumerate(pending):
             cache.contents[row].extend(tokens)
-        last = torch.tensor([len(tokens) - 1 for tokens in pending], device=logits.device)
+        ends = [len(tokens) - 1 for tokens in pending]
+        if all(end == width - 1 for end in ends):
+            return logits[:, -1]
+        last = placed(ends, torch.int64, logits.device)
         return logits[torch.arange(len(pending), device=logits.device), last]
 
     def _place(self, sequence: int, row: int) -> None:
