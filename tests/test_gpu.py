@@ -11,6 +11,7 @@ import torch
 import zoo
 from draftahead import LLM, Sampling, errors
 from draftahead.passes import CachedModel
+from draftahead.runtime.forward import RecordedForward
 from draftahead.runtime.gpu import GpuDecoder
 from drafted import ALL, Clairvoyant
 
@@ -51,6 +52,40 @@ def test_noise_is_the_same_on_every_device() -> None:
 
     keys = [hash_key(i) for i in range(8)]
     assert torch.equal(uniforms(keys, 5000, "cuda").cpu(), uniforms(keys, 5000))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "qwen3", "phi3"])
+def test_compiled_layers_say_the_same(name: str) -> None:
+    """One compiled layer serves all of a kind: not one each."""
+    torch._dynamo.reset()
+    model, prompts = tiny(name), zoo.ragged_prompts(2)
+    answers = [zoo.reference(model, prompt, 24) for prompt in prompts]
+    llm = LLM(model, {"method": "lookup", "num_speculative_tokens": 3}, max_batch=2, compile=True)
+    assert isinstance(llm.engine.target.passes._decoder, RecordedForward)
+    outs = llm.generate(prompts, Sampling(temperature=0, max_tokens=24))
+    assert [out.token_ids for out in outs] == answers
+    assert llm.engine.target.passes._decoder._works
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
+    model, prompts = tiny("gpt2"), zoo.ragged_prompts(2)
+    answers = [zoo.reference(model, prompt, 16) for prompt in prompts]
+    block = type(model.transformer.h[0])
+    forward = block.forward
+
+    def peeking(self: Any, hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
+        hidden.sum().item()  # waits for the device: no graph can hold that
+        return forward(self, hidden, *args, **options)
+
+    block.forward = peeking
+    try:
+        with pytest.warns(UserWarning, match="run eagerly"):
+            llm = LLM(model, "lookup", max_batch=2)
+        outs = llm.generate(prompts, Sampling(temperature=0, max_tokens=16))
+    finally:
+        block.forward = forward
+    assert [out.token_ids for out in outs] == answers
 
 
 # ------------------------------------------------------------------- our kernels and CUDA graphs
@@ -147,6 +182,22 @@ def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
     assert torch.equal(last[0], last[1])
     gap = error(last[0], once.double())
     assert gap < 0.05, gap
+
+
+def test_a_text_that_grows_through_all_lengths() -> None:
+    """The attention cuts a text in other ways as it grows; each cut has a graph of its own."""
+    passes = CachedModel(shaped("llama", torch.bfloat16), max_batch=1, max_context=2000, spare=64)
+    decoder, generator = passes._decoder, torch.Generator().manual_seed(1)
+    text = torch.randint(0, 300, (2000,), generator=generator).tolist()
+    block = torch.tensor([text[:3]])
+    for length in (1, 62, 63, 64, 65, 130, 250, 500, 510, 900, 1020, 1023, 1026, 1500, 1900):
+        passes.prefill(0, text[:length])
+        passes._decoder = None
+        theirs = passes.run(block).double().clone()
+        passes._decoder = decoder
+        assert error(passes.run(block), theirs) < 0.05, length
+        assert passes.best is not None
+        assert torch.equal(passes.best, passes.run(block).argmax(-1))
 
 
 def test_graphs_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:

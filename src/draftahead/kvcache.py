@@ -102,32 +102,34 @@ class KVCache:
         far[one], far[other] = far[other], far[one]
 
 
-class CacheWindow:
-    """The cache as one pass of the model sees it: rows [first, first + B), slots [0, live).
+class LayerWindow:
+    """One layer of the cache as one pass sees it: rows [first, first + B), slots [0, live).
 
-    Stands in for transformers' Cache object, of which a forward needs only these methods.
+    Stands in for transformers' Cache object, of which a layer needs only these methods.
     """
 
     is_compileable = False
 
-    def __init__(self, cache: KVCache, first: int, slots: Tensor, live: int, real: int) -> None:
-        self.cache, self.first, self.live, self.real = cache, first, live, real
+    def __init__(
+        self, keys: Tensor, values: Tensor, first: int, slots: Tensor, live: int, real: int
+    ) -> None:
+        self.keys, self.values, self.first, self.live, self.real = keys, values, first, live, real
         self.slots = slots  # [B, N], where the new keys go
-        self.rows = torch.arange(first, first + slots.shape[0], device=slots.device)[:, None]
 
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.keys[layer_idx], self.cache.values[layer_idx]
-        for stored, new in ((keys, key.transpose(1, 2)), (values, value.transpose(1, 2))):
+    def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(self.first, self.first + len(self.slots), device=self.slots.device)
+        for stored, new in (
+            (self.keys, key.transpose(1, 2)),
+            (self.values, value.transpose(1, 2)),
+        ):
             # A guess may overflow (half precision) and is then rejected, but behind the mask its
             # NaN would still reach the other nodes of the row: 0 * NaN. So that of a guess is not
             # stored. That of the text itself is: it is the target's own, and must show.
             text, guesses = new[:, : self.real], new[:, self.real :]
             new = torch.cat([text, guesses.nan_to_num(0.0, 0.0, 0.0)], 1)
-            stored[self.rows, :, self.slots] = new
-        stop = self.first + self.slots.shape[0]
-        return keys[self.first : stop, :, : self.live], values[self.first : stop, :, : self.live]
+            stored[rows[:, None], :, self.slots] = new
+        part = slice(self.first, self.first + len(self.slots))
+        return self.keys[part, :, : self.live], self.values[part, :, : self.live]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions come with the call
@@ -138,8 +140,38 @@ class CacheWindow:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.live, 0
 
+
+class CacheWindow:
+    """All layers of the cache as one pass sees them."""
+
+    is_compileable = False
+
+    def __init__(self, cache: KVCache, first: int, slots: Tensor, live: int, real: int) -> None:
+        self.live = live
+        self._layers = [
+            LayerWindow(keys, values, first, slots, live, real)
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
+
+    def of_layer(self, index: int) -> LayerWindow:
+        return self._layers[index]
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        return self._layers[layer_idx].update(key, value)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.live, 0
+
     def __len__(self) -> int:
-        return len(self.cache.keys)
+        return len(self._layers)
 
 
 class ShapeProbe:

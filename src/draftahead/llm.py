@@ -42,6 +42,8 @@ class LLM:
     rule: how sampled drafts are accepted, "block" or "token"; both are exact.
     max_batch, max_context: rows and tokens of the key-value cache.
     quantize: "int8" rounds the weights (CPU). Speculation is exact with respect to that model.
+    compile: on a GPU, torch.compile for the layers of models that our own kernels do not know:
+        faster passes, for some seconds whenever a number of nodes is new.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class LLM:
         max_batch: int = 8,
         max_context: int | None = None,
         quantize: Literal["int8"] | None = None,
+        compile: bool = False,
         trust_remote_code: bool = False,
         report: hub.Report = hub.silent,
     ) -> None:
@@ -87,7 +90,9 @@ class LLM:
             )
         self.model, self.tokenizer = model, tokenizer
         report("preparing the kernels and the cache")  # compiled once, in about three seconds
-        target = Target(model, max_batch=max_batch, max_context=max_context, exact=exact)
+        target = Target(
+            model, max_batch=max_batch, max_context=max_context, exact=exact, compiled=compile
+        )
         setting = Setting(
             device=target.passes.device,
             dtype=model.dtype,

@@ -22,14 +22,15 @@ from draftahead import attention, support, tree
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
 from draftahead.runtime.cpu import MOST_ROWS, CpuDecoder
+from draftahead.runtime.forward import RecordedForward
 from draftahead.runtime.gpu import GpuDecoder
 from draftahead.runtime.linear import SmallRowLinears
 from draftahead.runtime.shape import (
     Binding,
     Decoder,
-    LlamaShape,
     NotThisShapeError,
     Place,
+    is_patched,
     recognise,
 )
 from draftahead.support import (
@@ -46,10 +47,19 @@ PREFILL_CHUNK = 512
 class CachedModel:
     """A model and its cache."""
 
-    def __init__(self, model: Any, *, max_batch: int, max_context: int | None, spare: int) -> None:
-        """`spare`: slots behind the context for nodes that are scored and not kept."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_batch: int,
+        max_context: int | None,
+        spare: int,
+        compiled: bool = False,
+    ) -> None:
+        """`spare`: slots behind the context for nodes that are scored and not kept. `compiled`:
+        layers of a model that our kernels do not know go through torch.compile, on a GPU."""
         refuse_unsupported(model)
-        self.model = model
+        self.model, self.compiled = model, compiled
         self.device: torch.device = model.device
         self.vocabulary = int(text_config(model).vocab_size)
         self.limit = context_limit(model)
@@ -60,6 +70,9 @@ class CachedModel:
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallRowLinears(model)
         self._decoder: Decoder | None = None
+        # [B, N] the first of the largest logits of the last pass, -1 where that is not finite;
+        # None where the pass did not find it on its way.
+        self.best: Tensor | None = None
         probe = ShapeProbe()
         calls = self._probe(probe)
         length = self.max_context + spare
@@ -116,7 +129,11 @@ class CachedModel:
         if not beacon and self._decoder is not None and self._decoder.takes(texts, width, scored):
             place = Place(first, live, self._last_position(first), real)
             above = None if parents is None else parents.tolist()
-            return self._decoder.run(tokens, held, above, place=place, scored=scored)
+            found = self._decoder.run(tokens, held, above, place=place, scored=scored)
+            if found is not None:
+                self.best = found.best
+                return found.logits
+        self.best = None
         tokens = F.pad(tokens.to(self.device), (0, int(beacon)))
         width, live = width + beacon, max(live, end + beacon)
         lengths = torch.tensor(held, device=self.device)
@@ -239,16 +256,14 @@ class CachedModel:
 
     @torch.inference_mode()
     def _recognised(self, row: int = 0) -> Decoder | None:
-        """Our kernels' own pass for this model, if it is of a shape they know and agrees with the
-        model's forward on a text and a tree."""
+        """Another way to run the model's passes, if there is one and it agrees with the model's own
+        forward on a text and a tree."""
         self._binding = Binding(self.model)
         count = min(self.max_context - 6, 24)
         if count < 1:
             return None
-        try:
-            shape = recognise(self.model, self.cache, self._calls)
-            decoder: Decoder = self._own_pass(shape)
-        except NotThisShapeError:
+        decoder = self._other_pass()
+        if decoder is None:
             return None
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, self.vocabulary, (count,), generator=generator).tolist()
@@ -265,10 +280,19 @@ class CachedModel:
         gap = (theirs - ours).norm() / theirs.norm().clamp(min=1e-6)
         return decoder if gap < decoder.tolerance else None
 
-    def _own_pass(self, shape: LlamaShape) -> Decoder:
-        if self.device.type == "cuda":
-            return GpuDecoder(shape, self.cache)
-        return CpuDecoder(shape, self.cache)
+    def _other_pass(self) -> Decoder | None:
+        """Our kernels if they know the shape, else on a GPU the forward as a recording."""
+        try:
+            shape = recognise(self.model, self.cache, self._calls)
+            if self.device.type == "cuda":
+                return GpuDecoder(shape, self.cache)
+            return CpuDecoder(shape, self.cache)
+        except NotThisShapeError:
+            pass
+        hooks = any(is_patched(module) for module in self.model.modules())
+        if self.device.type != "cuda" or self.switch is not None or hooks:
+            return None  # what a recording would leave out, or decide once for all
+        return RecordedForward(self.model, self._forward, self.cache, compiled=self.compiled)
 
     @torch.inference_mode()
     def _compare_with_own_forward(self) -> None:

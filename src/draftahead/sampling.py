@@ -289,13 +289,15 @@ class DraftDice:
         drawn = torch.stack(self._drawn, 1).tolist()
         return [row[:n] for row, n in zip(drawn, self._counts, strict=True)]
 
-    def draw(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+    def draw(
+        self, logits: Tensor, rows: Tensor | None = None, best: Tensor | None = None
+    ) -> Tensor:
         # Everything that can fail comes before the draw: what is drawn stands.
         if logits.ndim != 2 or len(logits) != len(self.sequences):
             raise ValueError(f"dice want logits [{len(self.sequences)}, V], not {logits.shape}")
         wanted = rows.tolist() if rows is not None else [True] * len(self.sequences)
         depth = len(self._drawn)
-        tokens, finite = self._draw(logits, depth)
+        tokens, finite = self._draw(logits, depth, best)
         checks = zip(self._open, wanted, finite, self.rooms, strict=True)
         self._open = [o and bool(w) and f and depth < room for o, w, f, room in checks]
         self._counts = [n + o for n, o in zip(self._counts, self._open, strict=True)]
@@ -303,9 +305,11 @@ class DraftDice:
         self._draft = None
         return tokens
 
-    def _draw(self, logits: Tensor, depth: int) -> tuple[Tensor, list[bool]]:
+    def _draw(self, logits: Tensor, depth: int, best: Tensor | None) -> tuple[Tensor, list[bool]]:
         """Tokens [B], and which rows had a law to draw from: without processors, all."""
         if self._all_greedy and not self._needs_paths:
+            if best is not None and logits.shape[-1] <= self.vocabulary:
+                return best.clamp(min=0), [True] * len(self.sequences)
             return logits[:, : self.vocabulary].argmax(-1), [True] * len(self.sequences)
         paths = self.chains if self._needs_paths else [[0] * depth] * len(self.sequences)
         contexts = [Context(s, tuple(path)) for s, path in zip(self.sequences, paths, strict=True)]

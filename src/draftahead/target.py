@@ -20,11 +20,19 @@ class Target:
     """A model under speculation. Row b of a batch lives in row b of the cache."""
 
     def __init__(
-        self, model: Any, *, max_batch: int, max_context: int | None, exact: Exact
+        self,
+        model: Any,
+        *,
+        max_batch: int,
+        max_context: int | None,
+        exact: Exact,
+        compiled: bool = False,
     ) -> None:
         replay = exact == "replay"
         spare = REPLAY_CHUNK if replay else MAX_NODES
-        self.passes = CachedModel(model, max_batch=max_batch, max_context=max_context, spare=spare)
+        self.passes = CachedModel(
+            model, max_batch=max_batch, max_context=max_context, spare=spare, compiled=compiled
+        )
         self.replay = replay
         # Kernels whose bits depend on the shape of a pass are given one shape only.
         self.one_shape = replay and not self.passes.bit_stable
@@ -86,7 +94,7 @@ class Target:
             run = self.passes.run
             alone = [run(draft.tokens[r : r + 1], first=r, parents=above[r]).clone() for r in rows]
             return Scores(torch.cat(alone))
-        return Scores(self.passes.run(draft.tokens, parents=parents))
+        return Scores(self.passes.run(draft.tokens, parents=parents), self.passes.best)
 
     def _rotate_crossed(self, batch: Batch) -> None:
         """A text that has just outgrown longrope's switch is rotated anew, as transformers does."""

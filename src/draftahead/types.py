@@ -242,11 +242,14 @@ class Dice(Protocol):
     from, and a broken drafter cannot bend the output.
     """
 
-    def draw(self, logits: Tensor, rows: Tensor | None = None) -> Tensor:
+    def draw(
+        self, logits: Tensor, rows: Tensor | None = None, best: Tensor | None = None
+    ) -> Tensor:
         """One more token for each row: logits [B, V] -> tokens [B].
 
         `rows` [B] bool says which rows go on; the others' chains end here. Decide that from
-        the logits, before the draw. The tokens may still be under way on a device.
+        the logits, before the draw. `best` [B]: their argmax, if that is known already. The
+        tokens may still be under way on a device.
         """
 
     @property
@@ -336,6 +339,7 @@ class Draft:
 @dataclass(frozen=True)
 class Scores:
     logits: Tensor  # [B, N, V], of the target, for the token after each node
+    best: Tensor | None = None  # [B, N] their argmax if a pass found it, -1 where not finite
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,8 @@ def _drawn_everywhere(draft: Draft, scores: Scores, batch: Batch) -> list[list[i
     if batch.exact == "replay" and not greedy:
         return None
     rows, width = draft.tokens.shape
+    if greedy and scores.best is not None:
+        return draft.read_with(scores.best)
     if greedy:
         best, chosen = scores.logits.max(-1)
         finite = best.isfinite()

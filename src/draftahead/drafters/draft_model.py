@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError, VocabularyMismatchError
@@ -42,6 +43,8 @@ class DraftModel(Drafter):
             max_context=min(setting.max_context, context_limit(model)),
             spare=self.count + 1,
         )
+        # Ids in the target's padding are none of ours; a wrong guess follows, no more.
+        self._is_larger = setting.vocabulary > self.passes.vocabulary
         self.rows: list[int] = [-1] * setting.max_batch  # which sequence each cache row is for
         # Whose draws the rows' contents end with, still unnamed, and from where on.
         self._fed: tuple[Dice, list[int]] | None = None
@@ -53,14 +56,15 @@ class DraftModel(Drafter):
         if count < 1 or not any(fits):
             return None
         self._name_what_was_fed()
-        logits = self._catch_up(batch, fits)
+        logits, best = self._catch_up(batch, fits)
         self._fed = batch.dice, [len(self.passes.cache.contents[row]) for row in range(len(fits))]
         going = None if all(fits) else torch.tensor(fits)
         for depth in range(count):
-            tokens = batch.dice.draw(logits, going)
+            tokens = batch.dice.draw(logits, going, best)
             if depth + 1 < count:
-                fed = tokens[:, None].clamp(max=self.passes.vocabulary - 1)
-                logits = self.passes.run(fed)[:, -1]
+                if self._is_larger:
+                    tokens = tokens.clamp(max=self.passes.vocabulary - 1)
+                logits, best = self._last(self.passes.run(tokens[:, None]))
                 for row in range(len(fits)):
                     self.passes.cache.contents[row].append(UNNAMED)
         return None  # the dice hold the draft
@@ -75,8 +79,9 @@ class DraftModel(Drafter):
             held[start : start + len(chain)] = chain[: len(held) - start]
         self._fed = None
 
-    def _catch_up(self, batch: Batch, fits: list[bool]) -> torch.Tensor:
-        """Feeds every row what its cache lacks; returns the logits after each text's end."""
+    def _catch_up(self, batch: Batch, fits: list[bool]) -> tuple[Tensor, Tensor | None]:
+        """Feeds every row what its cache lacks; returns the logits after each text's end, and the
+        best token if the pass found it."""
         cache, pending = self.passes.cache, []
         for row, sequence in enumerate(batch.sequences):
             self._place(sequence.id, row)
@@ -90,15 +95,19 @@ class DraftModel(Drafter):
             pending.append(text[held:])
         width = max(len(tokens) for tokens in pending)
         block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending])
-        # Ids in the target's padding are none of ours; a wrong guess follows, no more.
         logits = self.passes.run(block.clamp(max=self.passes.vocabulary - 1))
         for row, tokens in enumerate(pending):
             cache.contents[row].extend(tokens)
         ends = [len(tokens) - 1 for tokens in pending]
         if all(end == width - 1 for end in ends):
-            return logits[:, -1]
+            return self._last(logits)
         last = placed(ends, torch.int64, logits.device)
-        return logits[torch.arange(len(pending), device=logits.device), last]
+        rows, best = torch.arange(len(pending), device=logits.device), self.passes.best
+        return logits[rows, last], None if best is None else best[rows, last]
+
+    def _last(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        best = self.passes.best
+        return logits[:, -1], None if best is None else best[:, -1]
 
     def _place(self, sequence: int, row: int) -> None:
         """Rows follow the batch: what another row holds for this sequence comes along."""

@@ -17,6 +17,7 @@ from draftahead.runtime.shape import (
     LlamaShape,
     NotThisShapeError,
     Place,
+    Scored,
     is_plain,
     require,
 )
@@ -116,7 +117,7 @@ class CpuDecoder:
         *,
         place: Place,
         scored: bool = True,
-    ) -> Tensor:
+    ) -> Scored:
         """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] if not `scored`."""
         texts, nodes = tokens.shape
         depths, ancestors = _shape_of(texts, nodes, parents)
@@ -139,7 +140,7 @@ class CpuDecoder:
                 (place.first + start, place.real),
                 logits[part] if scored else None,
             )
-        return logits
+        return Scored(logits)
 
     def _run(
         self,

@@ -16,6 +16,7 @@ from draftahead.runtime.shape import (
     LlamaShape,
     NotThisShapeError,
     Place,
+    Scored,
     is_plain,
     require,
 )
@@ -60,6 +61,11 @@ class GpuDecoder:
         self.logits = make(rows, shape.vocabulary)
         tiles = [self._tile(name, 1, shape.hidden, shape.hidden) for name in ("o", "down")]
         self.parts = _power_of_two(-(-shape.hidden // min(tile["BLOCK_N"] for tile in tiles)))
+        # The largest logit of each tile of the head, and of all.
+        most = rows, -(-shape.vocabulary // 16)
+        self.tops = torch.empty(most, device=self.device)
+        self.places = torch.empty(most, dtype=torch.int32, device=self.device)
+        self.best = torch.empty(rows, dtype=torch.int64, device=self.device)
         # float16 has little room above: what is scaled for a norm is kept small meanwhile.
         self.shift = 1.0 if self.dtype == torch.bfloat16 else 2.0**-6
         # Programs write their own partial sum; what no program owns stays 0.
@@ -105,17 +111,19 @@ class GpuDecoder:
         *,
         place: Place,
         scored: bool = True,
-    ) -> Tensor:
-        """Nodes [B, N] -> logits [B, N, V], good until the next pass."""
+    ) -> Scored:
+        """Nodes [B, N] -> logits [B, N, V] and the best token after each, good until the next
+        pass."""
         texts, nodes = tokens.shape
         blocks = 1 if place.live <= SHORT else 4
         splits = _power_of_two(-(-place.live // (blocks * BLOCK)))
         body = partial(self._pass, first=place.first, splits=splits, blocks=blocks)
-        graph = self.graphs.get((texts, nodes, place.first, splits), texts, nodes, body)
+        key = (texts, nodes, place.first, splits, blocks)
+        graph = self.graphs.get(key, texts, nodes, body)
         graph.inputs.fill(tokens, lengths, parents, place.real)
-        return graph.run()
+        return Scored(*graph.run())
 
-    def _pass(self, inputs: Inputs, first: int, splits: int, blocks: int) -> Tensor:
+    def _pass(self, inputs: Inputs, first: int, splits: int, blocks: int) -> tuple[Tensor, Tensor]:
         """Every kernel of a pass, in order."""
         s, (texts, nodes) = self.shape, inputs.tokens.shape
         count = texts * nodes
@@ -141,7 +149,12 @@ class GpuDecoder:
             self._linear("down", [part["down"]], self.inner, self.x, count, squares=0,
                          add=self.middle, norm=next_norm)  # fmt: skip
         self._linear("head", [s.head], self.scaled, self.logits, count, squares=0)
-        return self.logits[:count].view(texts, nodes, -1)
+        tiles = -(-s.vocabulary // self._tile("head", count, s.vocabulary, s.hidden)["BLOCK_N"])
+        self._launch(
+            self.kernels.pick, count, self.tops, self.places, self.best, tiles,
+            BLOCK=_power_of_two(tiles),
+        )  # fmt: skip
+        return self.logits[:count].view(texts, nodes, -1), self.best[:count].view(texts, nodes)
 
     def _linear(
         self,
@@ -167,9 +180,11 @@ class GpuDecoder:
             self.kernels.linear, -(-out // tile["BLOCK_N"]),
             x, self.squares[squares], self.shape.eps, *three, *biases,
             three[0].shape[0], three[1].shape[0], y, x if add is None else add,
-            three[0] if norm is None else norm, self.scaled, self.squares[squares], count,
+            three[0] if norm is None else norm, self.scaled, self.squares[squares],
+            self.tops, self.places, count,
             IN=in_, OUT=out, PARTS=self.parts, SHIFT=self.shift, NORMED=add is None,
-            SEGMENTS=len(weights), BIAS=has_bias, RESIDUAL=add is not None, **tile,
+            SEGMENTS=len(weights), BIAS=has_bias, RESIDUAL=add is not None, BEST=name == "head",
+            **tile,
         )  # fmt: skip
 
     def _gated(self, layer: LayerParts, count: int) -> None:

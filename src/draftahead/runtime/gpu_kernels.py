@@ -45,9 +45,10 @@ def _inverse_rms(squares, row, inside, IN: tl.constexpr, PARTS: tl.constexpr, ep
 @triton.jit(do_not_specialize=["count", "out0", "out1"])
 def linear(
     x, squares, eps, w0, w1, w2, b0, b1, b2, out0, out1,
-    y, residual, norm, scaled, squares_out, count,
+    y, residual, norm, scaled, squares_out, tops, places, count,
     IN: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
     NORMED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    BEST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """y[r] = w @ x[r] (+ bias) (+ residual[r]); up to three weights side by side.
@@ -55,7 +56,7 @@ def linear(
     A norm is one factor a row and one a column. With `NORMED`, x comes with the columns' factors
     applied, and the row's factor, which needs all of the row, is applied to the result. With a
     residual, y is prepared for the next norm the same way: `scaled`, and the squares of what was
-    written, a partial sum a program.
+    written, a partial sum a program. With `BEST`, each program also tells its largest output.
     """
     pid = tl.program_id(0)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -97,7 +98,25 @@ def linear(
         tl.store(squares_out + row * PARTS + pid, part, mask=inside)
         factor = tl.load(norm + local).to(tl.float32) * SHIFT
         tl.store(scaled + at, (wide * factor[:, None]).to(value.dtype), mask=written)
+    if BEST:
+        wide = value.to(tl.float32)
+        wide = tl.where(wide == wide, wide, float("inf"))  # NaN must not hide behind a number
+        wide = tl.where((n < OUT)[:, None], wide, float("-inf"))
+        top, place = tl.max(wide, 0, return_indices=True)
+        tl.store(tops + row * tl.num_programs(0) + pid, top, mask=inside)
+        tl.store(places + row * tl.num_programs(0) + pid, pid * BLOCK_N + place, mask=inside)
     tl.store(y + at, value, mask=written)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def pick(tops, places, best, tiles, BLOCK: tl.constexpr):
+    """best[r] = index of the largest logit, the first of equals; -1 where it is not finite."""
+    row = tl.program_id(0)
+    tile = tl.arange(0, BLOCK)
+    top = tl.load(tops + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+    most, winner = tl.max(top, 0, return_indices=True)
+    place = tl.load(places + row * tiles + winner).to(tl.int64)
+    tl.store(best + row, tl.where(tl.abs(most) < float("inf"), place, -1))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftahead import tree
 
 MOST_GRAPHS = 64
+LETTERS = 8
 
 
 class Inputs:
@@ -29,6 +30,9 @@ class Inputs:
         sizes = [1, texts, count, count, count]
         self.real, self.lengths, *parts = torch.split(self.block, sizes)
         self.tokens, self.depths, self.ancestors = (part.view(texts, nodes) for part in parts)
+        # Several, so that passes can be sent one after another before the first has run.
+        self._letters = [Letter(len(self.block)) for _ in range(LETTERS)]
+        self._sent = 0
         self._nodes, self._chain = nodes, tree.ancestor_bits(range(-1, nodes - 1))
 
     def fill(
@@ -47,22 +51,39 @@ class Inputs:
             depths = [depth for row in parents for depth in tree.depths(row)]
             ancestors = [word for row in parents for word in tree.ancestor_bits(row)]
         said = tokens.flatten().tolist() if at_hand else [0] * tokens.numel()
-        words = [real, *lengths, *said, *depths, *ancestors]
-        # The allocator of pinned memory keeps a block from reuse until its copy is done.
-        self.block.copy_(torch.tensor(words).pin_memory(), non_blocking=True)
+        letter = self._letters[self._sent % LETTERS]
+        self._sent += 1
+        letter.send([real, *lengths, *said, *depths, *ancestors], self.block)
         if not at_hand:
             self.tokens.copy_(tokens)
+
+
+class Letter:
+    """Pinned memory for one copy to the device. Written again only when that copy is done."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = torch.empty(size, dtype=torch.int64).pin_memory()
+        self._words = self._memory.numpy()
+        self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def send(self, words: list[int], to: Tensor) -> None:
+        self._sent.synchronize()
+        self._words[:] = words
+        to.copy_(self._memory, non_blocking=True)
+        self._sent.record()
 
 
 class Graph:
     """One shape of pass. Its first run records it."""
 
-    def __init__(self, inputs: Inputs, body: Callable[[Inputs], Tensor], pool: Any) -> None:
+    def __init__(
+        self, inputs: Inputs, body: Callable[[Inputs], tuple[Tensor, ...]], pool: Any
+    ) -> None:
         self.inputs, self._body, self._pool = inputs, body, pool
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: Tensor | None = None
+        self._output: tuple[Tensor, ...] = ()
 
-    def run(self) -> Tensor:
+    def run(self) -> tuple[Tensor, ...]:
         """The output's memory belongs to the graph: good until its next run."""
         if self._graph is None:
             self._body(
@@ -74,7 +95,6 @@ class Graph:
                 self._output = self._body(self.inputs)
             self._graph = graph
         self._graph.replay()
-        assert self._output is not None
         return self._output
 
 
@@ -84,7 +104,9 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._kept: OrderedDict[Hashable, Graph] = OrderedDict()
 
-    def get(self, key: Hashable, texts: int, nodes: int, body: Callable[[Inputs], Tensor]) -> Graph:
+    def get(
+        self, key: Hashable, texts: int, nodes: int, body: Callable[[Inputs], tuple[Tensor, ...]]
+    ) -> Graph:
         """The graph for a key; the one least lately used makes room for a new one."""
         graph = self._kept.pop(key, None)
         if graph is None:

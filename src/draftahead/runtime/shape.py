@@ -31,6 +31,13 @@ class Place(NamedTuple):
     real: int  # nodes that belong to the text; those behind are guesses or padding
 
 
+class Scored(NamedTuple):
+    """What a pass finds. Good until the next pass, which may write where it lies."""
+
+    logits: Tensor  # [B, N, V]
+    best: Tensor | None = None  # [B, N] the first of the largest, -1 where that is not finite
+
+
 class NotThisShapeError(Exception):
     """The model is of another shape than the kernels know."""
 
@@ -83,8 +90,8 @@ class Decoder(Protocol):
         *,
         place: Place,
         scored: bool = True,
-    ) -> Tensor:
-        """As CachedModel.run. The logits may lie where the next pass writes its own."""
+    ) -> Scored | None:
+        """None where this pass cannot be done that way after all."""
         ...
 
 

@@ -1,0 +1,118 @@
+"""The model's own forward, recorded as CUDA graphs: for models whose shape our kernels do not know.
+
+Nothing in such a pass may depend on values that only the host knows, so the mask, the positions and
+the slots are computed on the device from the integers that change. With `compiled`, each layer also
+goes through torch.compile: fewer kernels, for some seconds at every new number of nodes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftahead import attention
+from draftahead.kvcache import CacheWindow, KVCache
+from draftahead.runtime.graphs import Graphs, Inputs
+from draftahead.runtime.shape import NotThisShapeError, Place, Scored
+
+MOST_NODES = 64
+SHORTEST = 256  # slots; longer stretches are powers of two
+
+Forward = Callable[[Tensor, Tensor, Tensor, CacheWindow, bool], Tensor]
+
+
+class RecordedForward:
+    bit_stable = False
+
+    def __init__(self, model: Any, forward: Forward, cache: KVCache, *, compiled: bool) -> None:
+        self._model, self._forward, self._cache = model, forward, cache
+        self._graphs = Graphs(cache.keys[0].device)
+        self._layers = CompiledLayers(model) if compiled else None
+        self._works = True
+        half = cache.keys[0].dtype in (torch.bfloat16, torch.float16)
+        self.tolerance = 0.1 if half else 1e-3  # other numbers of slots make other sums
+
+    def takes(self, texts: int, nodes: int, scored: bool) -> bool:
+        return self._works and scored and nodes <= MOST_NODES
+
+    def run(
+        self,
+        tokens: Tensor,
+        lengths: Seq[int],
+        parents: Seq[Seq[int]] | None,
+        *,
+        place: Place,
+        scored: bool = True,
+    ) -> Scored | None:
+        """None where a pass cannot be recorded."""
+        texts, nodes = tokens.shape
+        live = SHORTEST
+        while live < place.live:
+            live *= 2
+        place = place._replace(live=min(live, self._cache.length))
+        body = partial(self._pass, place=place)
+        graph = self._graphs.get((texts, nodes, *place), texts, nodes, body)
+        graph.inputs.fill(tokens, lengths, parents, place.real)
+        try:
+            return Scored(*graph.run())
+        except Exception as failure:
+            self._works = False
+            said = str(failure).strip().splitlines() or [type(failure).__name__]
+            warnings.warn(
+                f"{type(self._model).__name__} cannot be recorded as a CUDA graph, so its passes "
+                f"run eagerly, at the host's pace: {said[0]}",
+                stacklevel=2,
+            )
+            return None
+
+    def _pass(self, inputs: Inputs, place: Place) -> tuple[Tensor, ...]:
+        nodes, lengths = inputs.tokens.shape[1], inputs.lengths
+        index = torch.arange(nodes, device=lengths.device)
+        ancestors = ((inputs.ancestors[:, :, None] >> index) & 1) == 1
+        mask = attention.distances(lengths, inputs.depths, ancestors, place.live)
+        positions = (lengths[:, None] + inputs.depths).clamp(max=place.last_position)
+        slots = lengths[:, None] + index
+        window = CacheWindow(self._cache, place.first, slots, place.live, place.real)
+        if self._layers is None:
+            return (self._forward(inputs.tokens, positions, mask, window, True),)
+        with self._layers.in_place():
+            return (self._forward(inputs.tokens, positions, mask, window, True),)
+
+
+class CompiledLayers:
+    """The decoder layers of a model, one compiled function for all of them."""
+
+    def __init__(self, model: Any) -> None:
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+        stack = max(lists, key=len, default=None)
+        if stack is None or any("past_key_values" in vars(layer) for layer in stack):
+            raise NotThisShapeError("no list of layers")
+        self._layers = list(stack)
+        self._compiled = torch.compile(_call, dynamic=False)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        try:
+            for index, layer in enumerate(self._layers):
+                layer.__dict__["forward"] = partial(self._run, index, layer)
+            yield
+        finally:
+            for layer in self._layers:
+                del layer.__dict__["forward"]
+
+    def _run(self, index: int, layer: nn.Module, *args: Any, **options: Any) -> Any:
+        # Its own part of the cache: with all of it, the layer's number would be compiled in.
+        if isinstance(window := options.get("past_key_values"), CacheWindow):
+            options["past_key_values"] = window.of_layer(index)
+        return self._compiled(layer, *args, **options)
+
+
+def _call(layer: nn.Module, *args: Any, **options: Any) -> Any:
+    return type(layer).forward(layer, *args, **options)
