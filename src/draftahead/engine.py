@@ -6,6 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,8 @@ class Engine:
         self._ids = itertools.count()
         self._faults = 0  # of the drafter, in a row
         self._warned = False
+        self._ahead = target.passes.device.type == "cuda"
+        self._flight: Flight | None = None
 
     # ------------------------------------------------------------------ requests in and out
 
@@ -65,6 +68,8 @@ class Engine:
 
     def release(self, sequence: Sequence) -> None:
         """Frees what a sequence holds, whether it has ended or is given up."""
+        if self._flight is not None and sequence in self._flight.batch.sequences:
+            self._flight = None  # rows move: what is under way is done again, unlooked at
         if sequence in self.scheduler.running or sequence in self.scheduler.waiting:
             if rows := self.scheduler.remove(sequence):
                 self.target.passes.cache.swap_rows(*rows)
@@ -74,15 +79,45 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """Advances every running sequence by at least one token; returns them, ended ones too."""
+        """Advances every running sequence by at least one token; returns them, ended ones too.
+
+        A device is sent its next pass before the rest of the step is done, and before whoever
+        asked gets the tokens: it works while the host does.
+        """
+        flight, self._flight = self._flight or self._launch(), None
+        if flight is None:
+            return []
+        flight.clock.go_on()
+        kept = self._land(flight)
+        flight.clock.lap("other_seconds")
+        if self._ahead:
+            self._flight = self._launch()
+        for row, (sequence, above) in enumerate(
+            zip(flight.batch.sequences, flight.draft.above, strict=True)
+        ):
+            depths = tree.depths(above)
+            sequence.stats.count(depths[1 : flight.draft.sizes[row]], kept[row])
+            flight.clock.charge(sequence.stats)
+        if self._flight is not None:
+            self._flight.clock.stop()
+        return list(flight.batch.sequences)
+
+    def _launch(self) -> Flight | None:
+        """Proposes and scores. On a device the scores are then still under way."""
         self._admit()
         if not self.scheduler.running:
-            return []
+            return None
         clock = Clock()
         batch = self._batch()
         draft = self._propose(batch)
         clock.lap("draft_seconds")
         scores = self.target.score(batch, draft)
+        clock.lap("verify_seconds")
+        return Flight(batch, draft, scores, clock)
+
+    def _land(self, flight: Flight) -> list[int]:
+        """Verifies, keeps, learns, commits; returns how many drafted tokens each row keeps."""
+        batch, draft, scores, clock = flight
         verdict = verify(draft, scores, batch, self.rule)
         self.target.keep(batch, draft, verdict)
         clock.lap("verify_seconds")
@@ -92,21 +127,14 @@ class Engine:
         told = Verdict([list(p) for p in verdict.paths], [list(t) for t in verdict.tokens])
         self._guarded(lambda: self.drafter.learn(batch, told, scores))
         clock.lap("draft_seconds")
-        depths = [tree.depths(row) for row in draft.above]
-        self.scheduler.commit(batch, draft, depths, verdict, logprobs)
+        kept = self.scheduler.commit(batch, verdict, logprobs)
         for sequence in batch.sequences:
             if sequence.finish_reason is not None:
-                self._end(sequence)
-        clock.lap("other_seconds")
-        for sequence in batch.sequences:
-            clock.charge(sequence.stats)
-        return list(batch.sequences)
-
-    def _end(self, sequence: Sequence) -> None:
-        sequence.tail.flush()
-        if sequence.finish_reason == "error":
-            self.target.passes.cache.clear_row(self.scheduler.running.index(sequence))
-        self.release(sequence)
+                sequence.tail.flush()
+                if sequence.finish_reason == "error":
+                    self.target.passes.cache.clear_row(self.scheduler.running.index(sequence))
+                self.release(sequence)
+        return kept
 
     def _batch(self) -> Batch:
         sequences = tuple(self.scheduler.running)
@@ -178,18 +206,37 @@ class Engine:
             self._faults = 0 if counts else self._faults
 
 
+class Flight(NamedTuple):
+    """A pass that was sent and not looked at yet."""
+
+    batch: Batch
+    draft: Draft
+    scores: Scores
+    clock: Clock
+
+
 class Clock:
     """Seconds by stage of one step. A device's work counts where the host waits for it."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = {}
         self._last = time.perf_counter()
+        self._stopped: float | None = None
 
     def lap(self, stage: str) -> None:
         """What passed since the last lap goes to this stage."""
         now = time.perf_counter()
         self.spent[stage] = self.spent.get(stage, 0.0) + now - self._last
         self._last = now
+
+    def stop(self) -> None:
+        self._stopped = time.perf_counter()
+
+    def go_on(self) -> None:
+        """What others did since it was stopped does not count."""
+        if self._stopped is not None:
+            self._last += time.perf_counter() - self._stopped
+            self._stopped = None
 
     def charge(self, stats: Stats) -> None:
         for stage, seconds in self.spent.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from draftahead.types import Batch, Draft, Sequence, TokenLogprob, Verdict
+from draftahead.types import Batch, Sequence, TokenLogprob, Verdict
 
 
 class Scheduler:
@@ -32,14 +32,11 @@ class Scheduler:
         return (sequence.sampling.max_tokens or 0) - sequence.generated - 1
 
     def commit(
-        self,
-        batch: Batch,
-        draft: Draft,
-        depths: list[list[int]],
-        verdict: Verdict,
-        logprobs: dict[int, list[TokenLogprob]],
-    ) -> None:
-        """Appends the new tokens, each checked for being the last; what follows it is dropped."""
+        self, batch: Batch, verdict: Verdict, logprobs: dict[int, list[TokenLogprob]]
+    ) -> list[int]:
+        """Appends the new tokens, each checked for being the last; what follows it is dropped.
+        Returns how many drafted ones each row keeps."""
+        kept = []
         for row, sequence in enumerate(batch.sequences):
             accepted = len(verdict.paths[row]) - 1
             before = sequence.generated
@@ -51,8 +48,8 @@ class Scheduler:
                     break
             if row in verdict.errors and sequence.finish_reason is None:
                 sequence.finish_reason, sequence.error = "error", verdict.errors[row]
-            kept = sum(sequence.drafted[before:])
-            sequence.stats.count(depths[row][1 : draft.sizes[row]], kept)
+            kept.append(sum(sequence.drafted[before:]))
+        return kept
 
     def _append(self, sequence: Sequence, token: int, *, drafted: bool) -> None:
         sequence.tokens.append(token)

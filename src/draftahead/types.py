@@ -316,8 +316,11 @@ class Draft:
             [root, *row] + [root] * (width - 1 - len(row))
             for root, row in zip(roots, guesses, strict=True)
         ]
-        parents = torch.arange(-1, width - 1).expand(len(rows), width)
-        return Draft(torch.tensor(rows), parents, [1 + len(row) for row in guesses])
+        chain = list(range(-1, width - 1))
+        parents = torch.tensor(chain).expand(len(rows), width)
+        draft = Draft(torch.tensor(rows), parents, [1 + len(row) for row in guesses])
+        draft.__dict__.update(rows=rows, above=[chain] * len(rows), is_chain=True)  # known already
+        return draft
 
     @staticmethod
     def trees(roots: Seq[int], trees: Seq[Seq[tuple[int, int]]]) -> Draft:

@@ -52,16 +52,14 @@ class RecordedForward:
         scored: bool = True,
     ) -> Scored | None:
         """None where a pass cannot be recorded."""
-        texts, nodes = tokens.shape
         live = SHORTEST
         while live < place.live:
             live *= 2
         place = place._replace(live=min(live, self._cache.length))
         body = partial(self._pass, place=place)
-        graph = self._graphs.get((texts, nodes, *place), texts, nodes, body)
-        graph.inputs.fill(tokens, lengths, parents, place.real)
         try:
-            return Scored(*graph.run())
+            found = self._graphs.run(place, body, tokens, lengths, parents, place.real)
+            return Scored(*found)
         except Exception as failure:
             self._works = False
             said = str(failure).strip().splitlines() or [type(failure).__name__]

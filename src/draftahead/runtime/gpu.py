@@ -114,14 +114,11 @@ class GpuDecoder:
     ) -> Scored:
         """Nodes [B, N] -> logits [B, N, V] and the best token after each, good until the next
         pass."""
-        texts, nodes = tokens.shape
         blocks = 1 if place.live <= SHORT else 4
         splits = _power_of_two(-(-place.live // (blocks * BLOCK)))
         body = partial(self._pass, first=place.first, splits=splits, blocks=blocks)
-        key = (texts, nodes, place.first, splits, blocks)
-        graph = self.graphs.get(key, texts, nodes, body)
-        graph.inputs.fill(tokens, lengths, parents, place.real)
-        return Scored(*graph.run())
+        key = (place.first, splits, blocks)
+        return Scored(*self.graphs.run(key, body, tokens, lengths, parents, place.real))
 
     def _pass(self, inputs: Inputs, first: int, splits: int, blocks: int) -> tuple[Tensor, Tensor]:
         """Every kernel of a pass, in order."""
