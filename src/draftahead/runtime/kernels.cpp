@@ -51,6 +51,15 @@ inline __attribute__((always_inline)) f16 fused(f16 a, f16 b, f16 c) {
 #endif
 }
 
+// Keeps a vector in a register: some compilers would rather load it again for every use, and on
+// most CPUs there are fewer loads a cycle than additions.
+inline __attribute__((always_inline)) f16 held(f16 v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
+
 // Halves are added, then quarters, and so on: one order for all sums.
 inline float sum(f16 v) {
   union { f16 whole; f8 half[2]; } a = {v};
@@ -121,6 +130,7 @@ constexpr int CHUNK = 64;  // weights that one instruction multiplies and adds
 // own, and `start` undoes the 128 that the unsigned weights carry.
 struct Rows {
   const float* x;        // [rows][in]
+  int64_t step;          // from a row to the next; 0 where there is one row only
   int8_t* q;             // [rows][in]
   float* scales;         // [rows][in / group]
   int32_t* start;        // [rows][in / group][16]
@@ -151,33 +161,35 @@ void quantize_row(const float* x, int64_t in, int64_t group, int8_t* q, float* s
   }
 }
 
+// Adds inputs [k0, k1) of outputs [n0, n0 + NB). What lies at `ahead`, as far as these weights are
+// long, is fetched into the second-level cache meanwhile (the first is too small for it): so
+// compute and memory overlap.
 template <int R, int NB>
 inline __attribute__((always_inline)) void dot_f32(const Weights& w, const Rows& rows, int64_t n0,
+                                                   int64_t k0, int64_t k1, const float* ahead,
                                                    f16 (&acc)[NB][R]) {
   const float* data = static_cast<const float*>(w.data);
   const int64_t in = w.in;
-  int64_t k = 0;
-  for (; k + 16 <= in; k += 16) {
+  int64_t k = k0;
+  for (; k + 16 <= k1; k += 16) {
     f16 wv[NB];
 #pragma GCC unroll 8
     for (int i = 0; i < NB; i++) {
       wv[i] = load(data + (n0 + i) * in + k);
-      // The next block but one, into the second-level cache (the first is too small for it):
-      // compute and memory then overlap.
-      __builtin_prefetch(data + (n0 + i + 2 * NB) * in + k, 0, 2);
+      __builtin_prefetch(ahead + i * in + (k - k0), 0, 2);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      f16 xv = load(rows.x + r * in + k);
+      f16 xv = held(load(rows.x + r * rows.step + k));
 #pragma GCC unroll 8
       for (int i = 0; i < NB; i++) acc[i][r] = fused(wv[i], xv, acc[i][r]);
     }
   }
-  if (k < in) {
+  if (k < k1) {
     for (int i = 0; i < NB; i++) {
-      f16 wv = load_some(data + (n0 + i) * in + k, in - k);
+      f16 wv = load_some(data + (n0 + i) * in + k, k1 - k);
       for (int r = 0; r < R; r++)
-        acc[i][r] = fused(wv, load_some(rows.x + r * in + k, in - k), acc[i][r]);
+        acc[i][r] = fused(wv, load_some(rows.x + r * rows.step + k, k1 - k), acc[i][r]);
     }
   }
 }
@@ -206,7 +218,7 @@ inline __attribute__((always_inline)) void dot_int8(const Weights& w, const Rows
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        __m512i q = _mm512_loadu_si512(rows.q + r * in + k);
+        __m512i q = (__m512i)held((f16)_mm512_loadu_si512(rows.q + r * in + k));
 #pragma GCC unroll 8
         for (int i = 0; i < NB; i++)
           total[i][r] = (i16)_mm512_dpbusd_epi32((__m512i)total[i][r], wv[i], q);
@@ -231,16 +243,10 @@ inline __attribute__((always_inline)) void dot_int8(const Weights& w, const Rows
 
 enum class Then { Store, AddTo };  // what becomes of a result: written, or added to what is there
 
-template <int R, int NB, bool INT8>
-inline __attribute__((always_inline)) void block(const Weights& w, const Rows& rows, float* y,
-                                                 int64_t stride, int64_t n0, Then then) {
-  f16 acc[NB][R];
-#pragma GCC unroll 8
-  for (int i = 0; i < NB; i++)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) acc[i][r] = f16{};
-  if constexpr (INT8) dot_int8<R, NB>(w, rows, n0, acc);
-  else dot_f32<R, NB>(w, rows, n0, acc);
+// Sums up the lanes, adds the bias, and puts the results where they belong.
+template <int R, int NB>
+inline __attribute__((always_inline)) void finish(const Weights& w, const f16 (&acc)[NB][R],
+                                                  float* y, int64_t stride, int64_t n0, Then then) {
   constexpr int COUNT = NB * R;
   float sums[COUNT];
   const f16* flat = &acc[0][0];
@@ -259,9 +265,74 @@ inline __attribute__((always_inline)) void block(const Weights& w, const Rows& r
 }
 
 template <int R, int NB, bool INT8>
+inline __attribute__((always_inline)) void block(const Weights& w, const Rows& rows, float* y,
+                                                 int64_t stride, int64_t n0, Then then) {
+  f16 acc[NB][R];
+#pragma GCC unroll 8
+  for (int i = 0; i < NB; i++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[i][r] = f16{};
+  if constexpr (INT8) {
+    dot_int8<R, NB>(w, rows, n0, acc);
+  } else {
+    const float* ahead = static_cast<const float*>(w.data) + (n0 + 2 * NB) * w.in;
+    if constexpr (R == 1) {
+      // As if there were two rows, both the same one: weights that are asked for twice arrive
+      // sooner than those asked for once (by a tenth of a pass, on an AMD Zen 4).
+      f16 twice[NB][2] = {};
+      dot_f32<2, NB>(w, rows, n0, 0, w.in, ahead, twice);
+      for (int i = 0; i < NB; i++) acc[i][0] = twice[i][0];
+    } else {
+      dot_f32<R, NB>(w, rows, n0, 0, w.in, ahead, acc);
+    }
+  }
+  finish<R, NB>(w, acc, y, stride, n0, then);
+}
+
+constexpr int64_t FIRST_LEVEL = 26 * 1024;  // bytes of rows that stay in the first-level cache
+constexpr int64_t DEEP = 512;               // inputs at a time where whole rows would not
+constexpr int GROUP = 8;                    // blocks that take turns, so that the rows are used
+
+// The same sums in the same order, with rows too long for the cache taken in parts. The sums so
+// far wait in memory, lane by lane.
+template <int R, int NB>
+void deep_group(const Weights& w, const Rows& rows, float* y, int64_t stride, int64_t n0,
+                Then then) {
+  f16 kept[GROUP][NB][R];
+  const float* data = static_cast<const float*>(w.data);
+  for (int64_t k0 = 0; k0 < w.in; k0 += DEEP) {
+    const bool last = k0 + DEEP >= w.in;
+    for (int g = 0; g < GROUP; g++) {
+      f16 acc[NB][R];
+#pragma GCC unroll 8
+      for (int i = 0; i < NB; i++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[i][r] = k0 ? kept[g][i][r] : f16{};
+      const int64_t n = n0 + g * NB;
+      // Two turns on: in this part, or at the start of the next one.
+      const int64_t turn = g + 2 < GROUP || last ? (g + 2) * NB * w.in + k0
+                                                 : (g + 2 - GROUP) * NB * w.in + k0 + DEEP;
+      const int64_t start = last && g + 2 >= GROUP ? turn - k0 : turn;
+      dot_f32<R, NB>(w, rows, n, k0, last ? w.in : k0 + DEEP, data + n0 * w.in + start, acc);
+      if (last) {
+        finish<R, NB>(w, acc, y, stride, n, then);
+      } else {
+#pragma GCC unroll 8
+        for (int i = 0; i < NB; i++)
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) kept[g][i][r] = acc[i][r];
+      }
+    }
+  }
+}
+
+template <int R, int NB, bool INT8>
 void span(const Weights& w, const Rows& rows, float* y, int64_t stride, int64_t from, int64_t to,
           Then then) {
   int64_t n = from;
+  if constexpr (!INT8)
+    if (R * w.in * int64_t(sizeof(float)) > FIRST_LEVEL)
+      for (; n + GROUP * NB <= to; n += GROUP * NB) deep_group<R, NB>(w, rows, y, stride, n, then);
   for (; n + NB <= to; n += NB) block<R, NB, INT8>(w, rows, y, stride, n, then);
   for (; n < to; n++) block<R, 1, INT8>(w, rows, y, stride, n, then);
 }
@@ -286,8 +357,8 @@ void linear_part(const Weights& w, const Rows& rows, int64_t count, float* y, in
   for (int64_t n = from; n < to; n += chunk)
     for (int64_t r = 0; r < count; r += 8) {
       int64_t some = count - r < 8 ? count - r : 8;
-      Rows part = {rows.x + r * w.in, rows.q + r * w.in, rows.scales + r * groups,
-                   rows.start + r * groups * 16};
+      Rows part = {rows.x + r * w.in, some > 1 ? w.in : 0, rows.q + r * w.in,
+                   rows.scales + r * groups, rows.start + r * groups * 16};
       spans[some](w, part, y + r * stride, stride, n, n + chunk < to ? n + chunk : to, then);
     }
 }
@@ -394,6 +465,8 @@ struct Pass {
 
 namespace {
 
+constexpr int64_t MOST_QUERIES = 16;  // that share the reading of keys and values
+
 int64_t rounded(int64_t n) { return (n + 15) / 16 * 16; }
 
 // What the threads of a pass share.
@@ -408,7 +481,7 @@ int64_t private_size(const Model& m, int64_t count) {
   int64_t norm = rounded(count * m.hidden);
   int64_t quantized = rounded(count * widest / 4) + rounded(count * widest / CHUNK) +
                       rounded(count * widest / 4);
-  return norm + quantized + rounded(m.length + 64) + 64;
+  return norm + quantized + MOST_QUERIES * rounded(m.length + 64) + 64;
 }
 
 // Each thread prepares all rows for itself: they are few, and no barrier is needed.
@@ -434,7 +507,7 @@ struct Private {
   }
 
   Rows rows_for(const Weights& w, const float* x, int64_t count) {
-    Rows rows = {x, q, scales, start};
+    Rows rows = {x, count > 1 ? w.in : 0, q, scales, start};
     if (w.scales)
       for (int64_t r = 0; r < count; r++)
         quantize_row(x + r * w.in, w.in, w.group, q + r * w.in, scales + r * (w.in / w.group),
@@ -480,35 +553,64 @@ void place_keys(const Model& m, const Layer& l, const Pass& p, Buffers& b) {
   }
 }
 
-// One query over the keys it may see: the text so far, then its ancestors, in order of position.
-// So a node of a tree sums in the same order as the same token of a chain.
-void attend(const Model& m, const Layer& l, const Pass& p, const float* q, int64_t t, int64_t head,
-            float* scores, float* out) {
-  const int64_t d = m.width, row = t / p.nodes;
-  const int64_t length = p.lengths[row], position = length + p.depths[t];
-  const int64_t base = ((p.first + row) * m.key_heads + head) * m.length * d;
-  const float *keys = l.keys + base, *values = l.values + base;
-  const int64_t oldest = l.window && position - l.window + 1 > 0 ? position - l.window + 1 : 0;
-  int64_t slots[64];
-  int64_t extra = 0;
-  for (uint64_t bits = p.ancestors[t]; bits; bits &= bits - 1) {
+// Some queries of one text that share a key head, over the keys they may see: the text so far, then
+// each node's ancestors, in order of position. So a node of a tree sums in the same order as the same
+// token of a chain, and a query in the same order whichever others go with it. Keys and values are
+// taken in tiles that stay in the first-level cache while all queries use them.
+struct Queries {
+  const Model& m;
+  const Layer& l;
+  const Pass& p;
+  int64_t row, head, first, count;  // queries count by node, then by head of the group
+  const float* q;                   // [rows][nodes][heads][width]
+  float* out;                       // the same
+  float* scores;                    // [count][room]
+
+  int64_t room() const { return rounded(m.length + 64); }
+  int64_t node(int64_t u) const { return row * p.nodes + (first + u) / group(); }
+  int64_t group() const { return m.heads / m.key_heads; }
+  int64_t place(int64_t u) const {
+    return (node(u) * m.heads + head * group() + (first + u) % group()) * m.width;
+  }
+};
+
+// Where a node's ancestors lie, oldest first, itself at the end; returns how many its window holds.
+int64_t ancestors(const Queries& a, int64_t t, int64_t* slots) {
+  int64_t found = 0;
+  for (uint64_t bits = a.p.ancestors[t]; bits; bits &= bits - 1) {
     int64_t other = __builtin_ctzll(bits);
-    int64_t apart = p.depths[t] - p.depths[row * p.nodes + other];
-    if (!l.window || apart < l.window) slots[extra++] = length + other;
+    int64_t apart = a.p.depths[t] - a.p.depths[a.row * a.p.nodes + other];
+    if (!a.l.window || apart < a.l.window) slots[found++] = a.p.lengths[a.row] + other;
   }
-  const int64_t past = length > oldest ? length - oldest : 0, count = past + extra;
-  auto slot_of = [&](int64_t j) { return j < past ? oldest + j : slots[j - past]; };
-  for (int64_t j = 0; j < count; j++) {
-    const float* key = keys + slot_of(j) * d;
+  return found;
+}
+
+void score(const float* query, const float* key, int64_t keys, int64_t d, float* scores) {
+  int64_t j = 0;
+  for (; j + 8 <= keys; j += 8, key += 8 * d) {
+    f16 acc[8] = {};
+    for (int64_t i = 0; i < d; i += 16) {
+      f16 part = held(load(query + i));
+#pragma GCC unroll 8
+      for (int u = 0; u < 8; u++) acc[u] = fused(part, load(key + u * d + i), acc[u]);
+    }
+    sum8(acc, scores + j);
+  }
+  for (; j < keys; j++, key += d) {
     f16 acc = {};
-    for (int64_t i = 0; i < d; i += 16) acc = fused(load(q + i), load(key + i), acc);
-    scores[j] = sum(acc) * l.scaling;
+    for (int64_t i = 0; i < d; i += 16) acc = fused(load(query + i), load(key + i), acc);
+    scores[j] = sum(acc);
   }
-  int64_t padded = rounded(count);
+}
+
+// Scores to weights that add up to 1 once they are multiplied by what is returned.
+float weigh(float* scores, int64_t count, float scaling) {
+  const int64_t padded = rounded(count);
   for (int64_t j = count; j < padded; j++) scores[j] = -INFINITY;
   f16 best = all(-INFINITY), total = {};
   for (int64_t j = 0; j < padded; j += 16) {
-    f16 s = load(scores + j);
+    f16 s = load(scores + j) * scaling;
+    store(scores + j, s);
     best = s > best ? s : best;
   }
   float most = biggest(best);
@@ -518,21 +620,120 @@ void attend(const Model& m, const Layer& l, const Pass& p, const float* q, int64
     store(scores + j, e);
     total += e;
   }
-  float inverse = 1.0f / sum(total);
-  for (int64_t i = 0; i < d; i += 64) {
-    f16 acc[4] = {};
-    int lanes = d - i < 64 ? (d - i) / 16 : 4;
-    for (int64_t j = 0; j < count; j++) {
-      const float* value = values + slot_of(j) * d + i;
-      f16 weight = all(scores[j]);
-      for (int c = 0; c < lanes; c++) acc[c] = fused(weight, load(value + 16 * c), acc[c]);
+  return 1.0f / sum(total);
+}
+
+// Adds the weighted values of some keys to the results of G queries, C times 16 numbers of each.
+template <int G, int C>
+inline __attribute__((always_inline)) void mix(const float* const* weights, const float* value,
+                                               int64_t keys, int64_t d, float* const* out) {
+  f16 acc[G][C];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) acc[g][c] = load(out[g] + 16 * c);
+  for (int64_t j = 0; j < keys; j++, value += d) {
+    f16 part[C];
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) part[c] = held(load(value + 16 * c));
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) {
+      f16 weight = held(all(weights[g][j]));
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) acc[g][c] = fused(weight, part[c], acc[g][c]);
     }
-    for (int c = 0; c < lanes; c++) store(out + i + 16 * c, acc[c] * inverse);
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) store(out[g] + 16 * c, acc[g][c]);
+}
+
+template <int G>
+void mix_all(const float* const* weights, const float* values, int64_t keys, int64_t d,
+             float* const* out) {
+  float* at[G];
+  int64_t i = 0;
+  for (; i + 64 <= d; i += 64) {
+    for (int g = 0; g < G; g++) at[g] = out[g] + i;
+    mix<G, 4>(weights, values + i, keys, d, at);
+  }
+  for (; i < d; i += 16) {
+    for (int g = 0; g < G; g++) at[g] = out[g] + i;
+    mix<G, 1>(weights, values + i, keys, d, at);
+  }
+}
+
+void attend(const Queries& a) {
+  const int64_t d = a.m.width, length = a.p.lengths[a.row], room = a.room();
+  const int64_t base = ((a.p.first + a.row) * a.m.key_heads + a.head) * a.m.length * d;
+  const float *keys = a.l.keys + base, *values = a.l.values + base;
+  // With a window a query goes alone: the others begin elsewhere.
+  const int64_t position = length + a.p.depths[a.node(0)];
+  const int64_t begin = a.l.window && position >= a.l.window ? position - a.l.window + 1 : 0;
+  const int64_t past = length > begin ? length - begin : 0, tile = 4096 / d;
+  int64_t slots[64];
+  float inverse[MOST_QUERIES];
+  for (int64_t j = 0; j < past; j += tile)
+    for (int64_t u = 0; u < a.count; u++)
+      score(a.q + a.place(u), keys + (begin + j) * d, past - j < tile ? past - j : tile, d,
+            a.scores + u * room + j);
+  for (int64_t u = 0; u < a.count; u++) {
+    float* mine = a.scores + u * room;
+    const int64_t extra = ancestors(a, a.node(u), slots);
+    for (int64_t j = 0; j < extra; j++)
+      score(a.q + a.place(u), keys + slots[j] * d, 1, d, mine + past + j);
+    inverse[u] = weigh(mine, past + extra, a.l.scaling);
+    std::memset(a.out + a.place(u), 0, d * sizeof(float));
+  }
+  for (int64_t j = 0; j < past; j += tile) {
+    const int64_t some = past - j < tile ? past - j : tile;
+    for (int64_t u = 0; u < a.count; u += 4) {
+      const float* weights[4];
+      float* out[4];
+      const int64_t together = a.count - u < 4 ? a.count - u : 4;
+      for (int64_t g = 0; g < together; g++) {
+        weights[g] = a.scores + (u + g) * room + j;
+        out[g] = a.out + a.place(u + g);
+      }
+      const float* from = values + (begin + j) * d;
+      if (together == 4) mix_all<4>(weights, from, some, d, out);
+      else if (together == 3) mix_all<3>(weights, from, some, d, out);
+      else if (together == 2) mix_all<2>(weights, from, some, d, out);
+      else mix_all<1>(weights, from, some, d, out);
+    }
+  }
+  for (int64_t u = 0; u < a.count; u++) {
+    float* out = a.out + a.place(u);
+    const int64_t extra = ancestors(a, a.node(u), slots);
+    for (int64_t j = 0; j < extra; j++) {
+      const float* weight = a.scores + u * room + past + j;
+      mix_all<1>(&weight, values + slots[j] * d, 1, d, &out);
+    }
+    for (int64_t i = 0; i < d; i += 16) store(out + i, load(out + i) * inverse[u]);
+  }
+}
+
+// This thread's share of all queries, in pieces that leave nobody idle.
+void attend_shared(const Model& m, const Layer& l, const Pass& p, Buffers& b, Private& mine) {
+  const int64_t all_queries = p.nodes * (m.heads / m.key_heads), lists = p.rows * m.key_heads;
+  int64_t pieces = (2 * omp_get_num_threads() + lists - 1) / lists;
+  if (pieces * MOST_QUERIES < all_queries) pieces = (all_queries + MOST_QUERIES - 1) / MOST_QUERIES;
+  if (pieces > all_queries || l.window) pieces = all_queries;
+  const int64_t each = (all_queries + pieces - 1) / pieces;
+  int64_t from, to;
+  share(lists * pieces, 1, from, to);
+  for (int64_t job = from; job < to; job++) {
+    int64_t first = job % pieces * each, list = job / pieces;
+    int64_t count = all_queries - first < each ? all_queries - first : each;
+    if (count > 0)
+      attend({m, l, p, list / m.key_heads, list % m.key_heads, first, count, b.q, b.mixed,
+              mine.scores});
   }
 }
 
 void run_layer(const Model& m, const Layer& l, const Pass& p, Buffers& b, Private& mine) {
-  const int64_t count = p.rows * p.nodes, group = m.heads / m.key_heads;
+  const int64_t count = p.rows * p.nodes;
   int64_t from, to;
   for (int64_t r = 0; r < count; r++)
     rms_norm(p.x + r * m.hidden, l.input_norm, m.eps, m.hidden, mine.norm + r * m.hidden);
@@ -543,11 +744,7 @@ void run_layer(const Model& m, const Layer& l, const Pass& p, Buffers& b, Privat
   b.barrier->wait();
   place_keys(m, l, p, b);
   b.barrier->wait();
-  share(count * m.heads, 1, from, to);
-  for (int64_t job = from; job < to; job++) {
-    int64_t t = job / m.heads, h = job % m.heads;
-    attend(m, l, p, b.q + job * m.width, t, h / group, mine.scores, b.mixed + job * m.width);
-  }
+  attend_shared(m, l, p, b, mine);
   b.barrier->wait();
   linear_shared(l.o, mine.rows_for(l.o, b.mixed, count), count, p.x, Then::AddTo);
   b.barrier->wait();
@@ -611,7 +808,7 @@ void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
 // One linear layer, for models whose shape the pass above does not know.
 void draftahead_linear(const Weights* w, const float* x, int64_t count, float* y, int64_t threads,
                        int8_t* q, float* scales, int32_t* start) {
-  Rows rows = {x, q, scales, start};
+  Rows rows = {x, count > 1 ? w->in : 0, q, scales, start};
 #pragma omp parallel num_threads(threads)
   {
     if (w->scales) {
