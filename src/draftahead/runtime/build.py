@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp for this very CPU, once, and keeps the library in the user's cache.
+"""Compiles kernels/ for this very CPU, once, and keeps the library in the user's cache.
 
 Takes about three seconds the first time. Where no compiler is found, or the compiled library does
 not load, everything still works with torch's own kernels; `problem()` says why in one line.
@@ -20,7 +20,7 @@ import torch  # first: its OpenMP runtime is the one our library must share
 
 from draftahead.hub.embedded import cache_root
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = Path(__file__).with_name("kernels")
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -65,7 +65,8 @@ def _found() -> tuple[ctypes.CDLL | None, str | None]:
 def _compiled(compiler: str) -> Path:
     """The library for this source, compiler and CPU; made if it is not there yet."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _cpu().encode()]
+    sources = [file.read_bytes() for file in sorted(SOURCES.iterdir())]
+    parts = [*sources, version, " ".join(FLAGS).encode(), _cpu().encode()]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     target = cache_root() / "kernels" / f"{digest}.so"
     if target.exists():
@@ -73,7 +74,7 @@ def _compiled(compiler: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
-        compile_ = [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled)]
+        compile_ = [compiler, *FLAGS, "-c", str(SOURCES / "pass.cpp"), "-o", str(compiled)]
         subprocess.run(compile_, capture_output=True, check=True)
         # Linked without -fopenmp: its symbols come from the OpenMP runtime that torch has loaded.
         # Two runtimes in one process would keep two sets of threads, each spinning on our cores.

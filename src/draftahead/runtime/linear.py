@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from draftahead.errors import ConfigError
 from draftahead.runtime import build
 
-CHUNK = 64  # of weights that one instruction takes; also in kernels.cpp
+CHUNK = 64  # of weights that one instruction takes; also in kernels/linear.h
 MOST_GROUP = 256  # of weights that share a scale
 MOST_ROWS = 24  # beyond so many float32 rows, torch's matrix product is faster
 
 
 class Weights(ctypes.Structure):
-    """As in kernels.cpp."""
+    """As in kernels/linear.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

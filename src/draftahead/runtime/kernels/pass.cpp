@@ -1,0 +1,183 @@
+// Small-row kernels for the CPU, and one pass of a llama-shaped decoder made of them.
+//
+// Decoding reads every weight once a pass, so a pass over 8 rows should cost what one row costs.
+// A weight is therefore loaded once and used for all rows while it is in a register. Every sum runs
+// in an order that does not depend on how many rows there are, or where a row stands among them:
+// a token's logits are the same bits as a root, as a guess, and with any batch mates.
+
+#include <cmath>
+
+#include "attention.h"
+#include "linear.h"
+#include "model.h"
+
+namespace {
+
+// --------------------------------------------------------------------------- between the layers
+
+void rms_norm(const float* x, const float* weight, float eps, int64_t width, float* y) {
+  f16 squares = {};
+  int64_t i = 0;
+  for (; i + 16 <= width; i += 16) squares = fused(load(x + i), load(x + i), squares);
+  float total = sum(squares);
+  for (; i < width; i++) total += x[i] * x[i];
+  float scale = 1.0f / std::sqrt(total / width + eps);
+  for (i = 0; i + 16 <= width; i += 16) store(y + i, load(x + i) * scale * load(weight + i));
+  for (; i < width; i++) y[i] = x[i] * scale * weight[i];
+}
+
+// x * cos + rotate_half(x) * sin, in place.
+void rotate(float* x, const float* cos, const float* sin, int64_t width) {
+  int64_t half = width / 2;
+  for (int64_t i = 0; i < half; i++) {
+    float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i + half] + a * sin[i + half];
+  }
+}
+
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
+inline f16 activate(f16 x, int kind) {
+  if (kind == SILU) return x / (1.0f + exp16(-x));
+  f16 inner = 0.7978845608f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exp16(-2.0f * inner));
+}
+
+// Normalises and rotates new queries and keys, and puts the keys and values into the cache.
+void place_keys(const Model& m, const Layer& l, const Pass& p, Buffers& b) {
+  const int64_t count = p.rows * p.nodes, d = m.width;
+  int64_t from, to;
+  share(count * (m.heads + m.key_heads), 1, from, to);
+  for (int64_t job = from; job < to; job++) {
+    int64_t t = job / (m.heads + m.key_heads), h = job % (m.heads + m.key_heads);
+    const float *cos = p.cos + t * d, *sin = p.sin + t * d;
+    if (h < m.heads) {
+      float* q = b.q + (t * m.heads + h) * d;
+      if (l.q_norm) rms_norm(q, l.q_norm, m.eps, d, q);
+      rotate(q, cos, sin, d);
+      continue;
+    }
+    h -= m.heads;
+    float *k = b.k + (t * m.key_heads + h) * d, *v = b.v + (t * m.key_heads + h) * d;
+    if (l.k_norm) rms_norm(k, l.k_norm, m.eps, d, k);
+    rotate(k, cos, sin, d);
+    int64_t row = t / p.nodes, node = t % p.nodes;
+    int64_t slot = p.lengths[row] + node;
+    int64_t at = (((p.first + row) * m.key_heads + h) * m.length + slot) * d;
+    std::memcpy(l.keys + at, k, d * sizeof(float));
+    std::memcpy(l.values + at, v, d * sizeof(float));
+    if (node < p.real) continue;
+    for (int64_t i = 0; i < d; i++) {  // see CacheWindow in kvcache.py
+      if (!std::isfinite(k[i])) l.keys[at + i] = 0.0f;
+      if (!std::isfinite(v[i])) l.values[at + i] = 0.0f;
+    }
+  }
+}
+
+void run_layer(const Model& m, const Layer& l, const Pass& p, Buffers& b, Private& mine) {
+  const int64_t count = p.rows * p.nodes;
+  int64_t from, to;
+  for (int64_t r = 0; r < count; r++)
+    rms_norm(p.x + r * m.hidden, l.input_norm, m.eps, m.hidden, mine.norm + r * m.hidden);
+  Rows rows = mine.rows_for(l.q, mine.norm, count);
+  linear_shared(l.q, rows, count, b.q, Then::Store);
+  linear_shared(l.k, rows, count, b.k, Then::Store);
+  linear_shared(l.v, rows, count, b.v, Then::Store);
+  b.barrier->wait();
+  place_keys(m, l, p, b);
+  b.barrier->wait();
+  attend_shared(m, l, p, b, mine);
+  b.barrier->wait();
+  linear_shared(l.o, mine.rows_for(l.o, b.mixed, count), count, p.x, Then::AddTo);
+  b.barrier->wait();
+  for (int64_t r = 0; r < count; r++)
+    rms_norm(p.x + r * m.hidden, l.after_norm, m.eps, m.hidden, mine.norm + r * m.hidden);
+  rows = mine.rows_for(l.gate, mine.norm, count);
+  share(m.inner, 48, from, to);
+  if (from < to) {
+    // Gate and up for the same outputs, so that their product needs no barrier.
+    float* other = b.other;
+    linear_part(l.gate, rows, count, b.inner, m.inner, from, to, Then::Store);
+    linear_part(l.up, rows, count, other, m.inner, from, to, Then::Store);
+    for (int64_t r = 0; r < count; r++)
+      for (int64_t i = from; i < to; i += 16) {
+        float *g = b.inner + r * m.inner + i, *u = other + r * m.inner + i;
+        store(g, activate(load(g), m.activation) * load(u));
+      }
+  }
+  b.barrier->wait();
+  linear_shared(l.down, mine.rows_for(l.down, b.inner, count), count, p.x, Then::AddTo);
+  b.barrier->wait();
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t draftahead_scratch(const Model* m, int64_t count, int64_t threads) {
+  int64_t shared = rounded(count * m->heads * m->width) * 2 +
+                   rounded(count * m->key_heads * m->width) * 2 + rounded(count * m->inner) * 2;
+  return shared + threads * private_size(*m, count) + 64;
+}
+
+void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
+  const int64_t count = p->rows * p->nodes;
+  float* at = p->scratch;
+  auto take = [&](int64_t n) { float* here = at; at += rounded(n); return here; };
+  Buffers b;
+  b.q = take(count * m->heads * m->width);
+  b.mixed = take(count * m->heads * m->width);
+  b.k = take(count * m->key_heads * m->width);
+  b.v = take(count * m->key_heads * m->width);
+  b.inner = take(count * m->inner);
+  b.other = take(count * m->inner);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp single
+    b.barrier = new Barrier(omp_get_num_threads());  // which may be fewer than asked for
+    Private mine(*m, count, at + omp_get_thread_num() * private_size(*m, count));
+    for (int64_t i = 0; i < m->layer_count; i++) run_layer(*m, m->layers[i], *p, b, mine);
+    if (p->logits) {
+      for (int64_t r = 0; r < count; r++)
+        rms_norm(p->x + r * m->hidden, m->final_norm, m->eps, m->hidden, mine.norm + r * m->hidden);
+      Rows rows = mine.rows_for(m->head, mine.norm, count);
+      linear_shared(m->head, rows, count, p->logits, Then::Store);
+    }
+  }
+  delete b.barrier;
+}
+
+// One linear layer, for models whose shape the pass above does not know.
+void draftahead_linear(const Weights* w, const float* x, int64_t count, float* y, int64_t threads,
+                       int8_t* q, float* scales, int32_t* start) {
+  Rows rows = {x, count > 1 ? w->in : 0, q, scales, start};
+#pragma omp parallel num_threads(threads)
+  {
+    if (w->scales) {
+#pragma omp for
+      for (int64_t r = 0; r < count; r++)
+        quantize_row(x + r * w->in, w->in, w->group, q + r * w->in, scales + r * (w->in / w->group),
+                     start + r * (w->in / w->group) * 16);
+    }
+    linear_shared(*w, rows, count, y, Then::Store);
+  }
+}
+
+// Reads memory and does nothing else: the limit that every pass is measured against.
+float draftahead_read(const float* data, int64_t count, int64_t threads) {
+  float found = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : found)
+  {
+    int64_t from, to;
+    share(count, 128, from, to);
+    f16 acc[8] = {};
+    for (int64_t i = from; i + 128 <= to; i += 128)
+#pragma GCC unroll 8
+      for (int c = 0; c < 8; c++) acc[c] += load(data + i + 16 * c);
+    for (int c = 0; c < 8; c++) found += sum(acc[c]);
+  }
+  return found;
+}
+
+}  // extern "C"
