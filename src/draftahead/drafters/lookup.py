@@ -48,9 +48,9 @@ class Lookup(Drafter):
         self,
         setting: Setting,
         *,
-        num_speculative_tokens: int = 7,
+        num_speculative_tokens: int = 5,  # six rows cost little more than one, even on a CPU
         prompt_lookup_max: int = 3,
-        prompt_lookup_min: int = 2,
+        prompt_lookup_min: int = 1,
     ) -> None:
         self.count = positive("num_speculative_tokens", num_speculative_tokens)
         self.longest = positive("prompt_lookup_max", prompt_lookup_max)
