@@ -70,6 +70,7 @@ class Engine:
         """Frees what a sequence holds, whether it has ended or is given up."""
         if self._flight is not None and sequence in self._flight.batch.sequences:
             self._flight = None  # rows move: what is under way is done again, unlooked at
+            self.target.passes.synchronize()  # and reads its inputs until then
         if sequence in self.scheduler.running or sequence in self.scheduler.waiting:
             if rows := self.scheduler.remove(sequence):
                 self.target.passes.cache.swap_rows(*rows)

@@ -8,6 +8,7 @@ a pass is some numbers written to memory and one launch.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
@@ -71,13 +72,21 @@ class Recording:
         if self._graph is None:
             self._pass()  # compiles kernels and makes workspaces: neither may be recorded
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._output = self._pass()
-            self._graph = graph
+            self._graph = self._recorded()
         self._graph.replay()
         self._done.record()
         return self._output
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # somebody else's memory must not be freed into the recording
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._output = self._pass()
+        finally:
+            if collects:
+                gc.enable()
+        return graph
 
     def _pass(self) -> tuple[Tensor, ...]:
         self.inputs.fetch()
