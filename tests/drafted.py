@@ -66,6 +66,7 @@ class Clairvoyant(Drafter):
 REGISTERED: dict[str, Callable[[Any], Any]] = {
     "none": lambda target: "none",
     "lookup": lambda target: {"method": "lookup", "prompt_lookup_min": 1},
+    "suffix": lambda target: "suffix",
     # A draft of the same family but other weights, and one that is the target itself.
     "draft_model": lambda target: {
         "method": "draft_model",

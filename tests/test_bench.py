@@ -153,9 +153,40 @@ def test_the_command_writes_all_figures(
     assert "overall" in capsys.readouterr().out
 
 
+def test_a_shape_without_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The draft agrees as often as asked, and what is predicted follows from what is measured."""
+    out = tmp_path / "out.json"
+    arguments = ["bench", "--shape", "tiny", "--agreement", "0.7", "--max-tokens", "48", "-k", "3"]
+    arguments += ["--repeats", "1", "--against", "transformers", "--device", "cpu"]
+    assert run(monkeypatch, *arguments, "--json", str(out)) == 0
+    report = json.loads(out.read_text())
+    assert report["agreement"] == pytest.approx(0.7, abs=0.15)
+    drafted = next(r for r in report["results"] if r["drafter"] == "draft_model")
+    assert drafted["accepted_at"][0] / drafted["drafted_at"][0] == pytest.approx(
+        report["agreement"], abs=0.02
+    )
+    perfect = next(r for r in report["results"] if r["drafter"] == "perfect")
+    assert perfect["acceptance_rate"] == 1
+    assert all(row["identical"] == 1 for row in report["results"])
+    target = {row["rows"]: row["median_ms"] for row in report["rows"]}
+    draft = {row["rows"]: row["median_ms"] for row in report["draft_rows"]}
+    step = target[4] + draft[2] + 2 * draft[1]
+    length = report["mean_acceptance_length"]
+    assert report["predicted_speedup"] == pytest.approx(length * target[1] / step)
+    ratio = report["speedup"] / report["predicted_speedup"]
+    assert report["measured_over_predicted"] == pytest.approx(ratio)
+    assert {row["name"] for row in report["peers"]} == {"transformers", "transformers assisted"}
+    assert "measured over predicted" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--shape", "lama-8b"), "did you mean 'llama-8b'"),
+        (("--shape", "tiny", "--agreement", "1.5"), "--agreement must be"),
+        (("--shape", "tiny", "--dtype", "floaty"), "unknown dtype"),
         (("--against", "transfomers"), "did you mean 'transformers'"),
         (("--batch", "1,x"), "whole numbers"),
         (("--json", "/nowhere/x.json"), "cannot write"),

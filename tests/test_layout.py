@@ -22,6 +22,7 @@ ORDER = [
     "support",
     "passes",
     "target",
+    "suffixes",
     "drafters",
     "text",
     "scheduler",

@@ -119,10 +119,12 @@ class LLM:
         sampling: Sampling | Seq[Sampling] | None = None,
         *,
         errors: Literal["raise", "return"] = "raise",
+        scope: str | None = None,
     ) -> list[Completion]:
         """Continues prompts, in batches. One completion for each of a prompt's n samples, in
         order. A request that fails does not stop the others: its error is raised at the end,
         with all `completions` on it, or returned in its Completion with errors="return".
+        `scope` says whose texts these are, to drafters that learn from earlier ones.
         """
         _one_of("errors", errors, ("raise", "return"))
         asked: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -135,7 +137,9 @@ class LLM:
         try:
             for prompt, one in zip(asked, settings, strict=True):
                 try:
-                    running.append(self.engine.add(self._request(prompt, one or Sampling())))
+                    running.append(
+                        self.engine.add(self._request(prompt, one or Sampling(), scope=scope))
+                    )
                 except DraftaheadError as error:
                     running.append(error)
             while any(s.finish_reason is None for group in running for s in _live(group)):
@@ -151,14 +155,25 @@ class LLM:
             raise failed[0]
         return completions
 
-    def chat(self, messages: Seq[Message], sampling: Sampling | None = None) -> Completion:
+    def chat(
+        self,
+        messages: Seq[Message],
+        sampling: Sampling | None = None,
+        *,
+        scope: str | None = None,
+    ) -> Completion:
         """The model's answer to a conversation, through its chat template."""
         if sampling is not None and sampling.n != 1:
             raise ConfigError("chat gives one answer; use generate([messages], ...) for n of them")
-        return self.generate([messages], sampling)[0]
+        return self.generate([messages], sampling, scope=scope)[0]
 
     def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        reuse: bool = False,
+        scope: str | None = None,
     ) -> Generator[Piece, None, Completion]:
         """Yields the text as it settles. The generator's value (`yield from`) is the Completion.
 
@@ -168,7 +183,7 @@ class LLM:
         sampling = sampling or Sampling()
         if sampling.n != 1:
             raise ConfigError("stream gives one text; use generate for n of them")
-        (sequence,) = self.engine.add(self._request(prompt, sampling, reuse=reuse))
+        (sequence,) = self.engine.add(self._request(prompt, sampling, reuse=reuse, scope=scope))
         shown_tokens = shown_text = 0
         ended = False
         try:
@@ -214,7 +229,9 @@ class LLM:
             return [int(i) for i in self.tokenizer(text, add_special_tokens=False).input_ids]
         return [int(i) for i in prompt]  # type: ignore[arg-type]
 
-    def _request(self, prompt: Prompt, asked: Sampling, *, reuse: bool = False) -> Request:
+    def _request(
+        self, prompt: Prompt, asked: Sampling, *, reuse: bool = False, scope: str | None = None
+    ) -> Request:
         ids = self.encode(prompt)
         if not ids:
             raise PromptError("the prompt is empty: give at least one token to continue from")
@@ -253,6 +270,7 @@ class LLM:
             eos_token_ids=frozenset(i for i in self._end_ids() if i < vocabulary),
             bad_word_ids=banned,
             reuse=reuse,
+            scope=scope,
         )
 
     def _larger_context_hint(self) -> str:

@@ -107,6 +107,9 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     reuse: bool = False  # start from keys and values that an idle row still holds
+    scope: str | None = (
+        None  # whose earlier texts may draft for it, and it for theirs; None: nobody
+    )
 
     @property
     def end_ids(self) -> frozenset[int]:

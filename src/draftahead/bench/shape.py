@@ -42,6 +42,7 @@ SHAPES = {
 }
 PROMPT = 256  # random tokens
 STEPS = 12  # of the search for a scale
+NEAR = 0.01  # to the agreement that was asked for
 PERFECT = "perfect"  # the side whose drafter knows what the target will say
 
 
@@ -119,19 +120,26 @@ def calibrate(
     weights = [
         w for layer in upper for w in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)
     ]
-    scale, low, high = 1.0, 0.0, 4.0
-    found = 0.0
-    for _ in range(STEPS):
-        found = measured()
-        progress()
-        if abs(found - wanted) < 0.01:
-            break
-        low, high = (scale, high) if found > wanted else (low, scale)
-        new = (low + high) / 2
+    now = 1.0
+
+    def tried(scale: float) -> float:
+        nonlocal now
         for weight in weights:
-            weight.mul_(new / scale)
-        scale = new
-    return found
+            weight.mul_(scale / now)
+        now = scale
+        return measured()
+
+    low, high = 0.0, 4.0
+    found: list[tuple[float, float]] = []  # (how far off, scale)
+    for _ in range(STEPS):
+        scale = (low + high) / 2
+        got = tried(scale)
+        found.append((abs(got - wanted), scale))
+        low, high = (scale, high) if got > wanted else (low, scale)
+        progress()
+        if found[-1][0] < NEAR:
+            return got
+    return tried(min(found)[1])
 
 
 class Known(Drafter):

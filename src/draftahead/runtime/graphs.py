@@ -9,6 +9,7 @@ a pass is some numbers written to memory and one launch.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
@@ -33,7 +34,7 @@ class Inputs:
         self.real, self.lengths, *parts = torch.split(self._block, sizes)
         self.depths, self.ancestors, self.tokens = (part.view(texts, nodes) for part in parts)
         sent = len(self._block) - (0 if with_tokens else count)
-        self._here = torch.zeros(sent, dtype=torch.int64).pin_memory()
+        self._here = _pinned(self, sent)
         self._words, self._with_tokens = self._here.numpy(), with_tokens
         chain = [*range(nodes)] * texts + tree.ancestor_bits(range(-1, nodes - 1)) * texts
         self._chain = chain  # depths and ancestors of a draft without branches
@@ -53,6 +54,20 @@ class Inputs:
     def fetch(self) -> None:
         """The first thing a pass does."""
         self._block[: len(self._here)].copy_(self._here, non_blocking=True)
+
+
+_SPARE: dict[int, list[Tensor]] = {}  # by length
+
+
+def _pinned(owner: Inputs, length: int) -> Tensor:
+    """Host memory that a device can read by itself, kept for the next owner. Freeing it would leave
+    a mark on the stream that graphs are recorded on, and in whatever is being recorded there."""
+    spare = _SPARE.setdefault(length, [])
+    if spare:
+        torch.cuda.synchronize()  # its last owner may have left a pass under way
+    found = spare.pop() if spare else torch.zeros(length, dtype=torch.int64).pin_memory()
+    weakref.finalize(owner, spare.append, found)
+    return found
 
 
 class Recording:
