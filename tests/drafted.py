@@ -66,7 +66,7 @@ class Clairvoyant(Drafter):
 REGISTERED: dict[str, Callable[[Any], Any]] = {
     "none": lambda target: "none",
     "lookup": lambda target: {"method": "lookup", "prompt_lookup_min": 1},
-    "suffix": lambda target: "suffix",
+    "suffix": lambda target: {"method": "suffix", "num_speculative_tokens": 7},
     # A draft of the same family but other weights, and one that is the target itself.
     "draft_model": lambda target: {
         "method": "draft_model",
@@ -75,6 +75,7 @@ REGISTERED: dict[str, Callable[[Any], Any]] = {
     },
 }
 SPECIAL: dict[str, Callable[[Any], Any]] = {
+    "suffix_guided": lambda target: "suffix",  # the policy decides how much is scored
     "garbage": lambda target: Garbage(),
     "garbage_tree": lambda target: GarbageTree(),
     "draft_model_self": lambda target: {

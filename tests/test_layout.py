@@ -24,6 +24,7 @@ ORDER = [
     "target",
     "suffixes",
     "drafters",
+    "policy",
     "text",
     "scheduler",
     "engine",

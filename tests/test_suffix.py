@@ -118,7 +118,7 @@ def test_it_drafts_and_forgets() -> None:
     plain = LLM(target, "none", max_batch=3).generate(
         prompts, Sampling(temperature=0, max_tokens=60)
     )
-    llm = LLM(target, "suffix", max_batch=3)
+    llm = LLM(target, {"method": "suffix", "num_speculative_tokens": 7}, max_batch=3)
     outs = llm.generate(prompts, Sampling(temperature=0, max_tokens=60))
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
     assert sum(out.stats.accepted for out in outs) > 0
@@ -171,7 +171,7 @@ def target() -> Any:
 
 
 GREEDY = Sampling(temperature=0, max_tokens=40)
-SHARED = {"method": "suffix", "shared_tokens": 1000}
+SHARED = {"method": "suffix", "shared_tokens": 1000, "num_speculative_tokens": 7}
 
 
 def test_earlier_outputs_draft_for_their_own_scope_only(target: Any) -> None:
@@ -180,7 +180,8 @@ def test_earlier_outputs_draft_for_their_own_scope_only(target: Any) -> None:
     def accepted(llm: LLM, scope: str | None) -> int:
         return llm.generate([prompt], GREEDY, scope=scope)[0].stats.accepted
 
-    alone = accepted(LLM(target, "suffix", max_batch=1), None)
+    forced = {"method": "suffix", "num_speculative_tokens": 7}
+    alone = accepted(LLM(target, forced, max_batch=1), None)
     llm = LLM(target, SHARED, max_batch=1)
     assert accepted(llm, "ann") == alone  # nothing to learn from yet
     with_own = accepted(llm, "ann")

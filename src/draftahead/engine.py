@@ -13,6 +13,7 @@ import torch
 from draftahead import tree
 from draftahead.drafters import Drafter
 from draftahead.errors import DrafterFaultWarning
+from draftahead.policy import Policy, Spent
 from draftahead.sampling import Context, DraftDice, hash_key, logprobs_of
 from draftahead.scheduler import Scheduler
 from draftahead.target import Target
@@ -46,6 +47,7 @@ class Engine:
         self._warned = False
         self._ahead = target.passes.device.type == "cuda"
         self._flight: Flight | None = None
+        self.policy = Policy()
 
     # ------------------------------------------------------------------ requests in and out
 
@@ -89,10 +91,11 @@ class Engine:
         if flight is None:
             return []
         flight.clock.go_on()
-        kept = self._land(flight)
+        verdict, kept = self._land(flight)
         flight.clock.lap("other_seconds")
         if self._ahead:
             self._flight = self._launch()
+        self._note(flight, verdict)
         for row, (sequence, above) in enumerate(
             zip(flight.batch.sequences, flight.draft.above, strict=True)
         ):
@@ -116,8 +119,8 @@ class Engine:
         clock.lap("verify_seconds")
         return Flight(batch, draft, scores, clock)
 
-    def _land(self, flight: Flight) -> list[int]:
-        """Verifies, keeps, learns, commits; returns how many drafted tokens each row keeps."""
+    def _land(self, flight: Flight) -> tuple[Verdict, list[int]]:
+        """Verifies, keeps, learns, commits; also returns how many drafted tokens each row keeps."""
         batch, draft, scores, clock = flight
         verdict = verify(draft, scores, batch, self.rule)
         self.target.keep(batch, draft, verdict)
@@ -135,7 +138,19 @@ class Engine:
                 if sequence.finish_reason == "error":
                     self.target.passes.cache.clear_row(self.scheduler.running.index(sequence))
                 self.release(sequence)
-        return kept
+        return verdict, kept
+
+    def _note(self, flight: Flight, verdict: Verdict) -> None:
+        """What the policy learns of a step: also from a drafter that decides by itself."""
+        draft, spent = flight.draft, flight.clock.spent
+        claims = []
+        for row, said in enumerate(draft.claims or []):
+            path = set(verdict.paths[row])
+            claims += [(claim, node in path) for node, claim in enumerate(said, start=1)]
+        texts, width = draft.parents.shape
+        tokens = sum(map(len, verdict.tokens))
+        seconds = Spent(spent["draft_seconds"], spent["verify_seconds"])
+        self.policy.note(texts, width, tokens, seconds, claims)
 
     def _batch(self) -> Batch:
         sequences = tuple(self.scheduler.running)
@@ -171,7 +186,8 @@ class Engine:
 
     def _propose(self, batch: Batch) -> Draft:
         """The drafter's guesses, or none. Whatever it does, the draft that comes out is sound."""
-        if self._faults >= GIVE_UP_AFTER or not any(batch.rooms):
+        off = self._faults >= GIVE_UP_AFTER or self.policy.guard.closed()
+        if off or not any(batch.rooms):
             return Draft.nothing(batch.roots)
         found: list[Draft | None] = [None]
 
@@ -187,7 +203,11 @@ class Engine:
         draft = dice.draft() or found[0]
         if draft is None:
             return Draft.nothing(batch.roots)
-        return trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.one_shape)
+        draft = trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.one_shape)
+        if draft.claims is None:
+            return draft
+        width = self.policy.width(draft.claims)
+        return pruned(draft, batch, [likeliest(row, width) for row in draft.claims])
 
     def _guarded(self, call: Callable[[], None], *, counts: bool = False) -> None:
         """Runs a drafter's code. A fault costs its guesses and one warning, never the text."""
@@ -286,7 +306,28 @@ def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
         list(zip(tokens[row][1:size], parents[row][1:size], strict=True))
         for row, size in enumerate(draft.sizes)
     ]
-    return Draft.trees(batch.roots, guesses)
+    return Draft.trees(batch.roots, guesses, sound_claims(draft))
+
+
+def sound_claims(draft: Draft) -> list[list[float]] | None:
+    """Likelihoods for every guess, none above its parent's; None for anything else."""
+    if draft.claims is None or [1 + len(row) for row in draft.claims] != list(draft.sizes):
+        return None
+    found = []
+    for row, parents in zip(draft.claims, draft.above, strict=True):
+        said = [1.0]
+        for node, claim in enumerate(row, start=1):
+            if not 0 <= float(claim) <= 1:
+                return None
+            said.append(min(float(claim), said[parents[node]]))
+        found.append(said[1:])
+    return found
+
+
+def likeliest(claims: list[float], width: int) -> list[int]:
+    """The root and the likeliest nodes below it, as many as a pass of this width takes."""
+    ranked = sorted(range(1, len(claims) + 1), key=lambda node: (-claims[node - 1], node))
+    return [0, *sorted(ranked[: width - 1])]
 
 
 def trimmed(draft: Draft, batch: Batch, max_nodes: int, *, trunk_only: bool) -> Draft:
@@ -304,13 +345,21 @@ def trimmed(draft: Draft, batch: Batch, max_nodes: int, *, trunk_only: bool) -> 
                 trunk.append(child)
             nodes = trunk
         kept.append(nodes)
+    return pruned(draft, batch, kept)
+
+
+def pruned(draft: Draft, batch: Batch, kept: list[list[int]]) -> Draft:
+    """The draft with these nodes only, each row's in order, none without its parent."""
     if all(len(nodes) == size for nodes, size in zip(kept, draft.sizes, strict=True)):
         return draft
     assert draft.laws is None, "the dice keep to the room; cutting what they drew would be a bias"
-    tokens = draft.rows
+    tokens, parents = draft.rows, draft.above
     place = [{node: i for i, node in enumerate(nodes)} for nodes in kept]
     guesses = [
         [(tokens[row][n], place[row][parents[row][n]]) for n in nodes[1:]]
         for row, nodes in enumerate(kept)
     ]
-    return Draft.trees(batch.roots, guesses)
+    claims = None
+    if draft.claims is not None:
+        claims = [[draft.claims[row][n - 1] for n in nodes[1:]] for row, nodes in enumerate(kept)]
+    return Draft.trees(batch.roots, guesses, claims)

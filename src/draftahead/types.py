@@ -280,6 +280,9 @@ class Draft:
     parents: Tensor  # [B, N] int64; parents[:, 0] is -1, a parent stands before its children
     sizes: list[int]  # nodes of each row, the root included; the rest is padding
     laws: Tensor | None = None  # [B, N, V]: what the children of a node were drawn from
+    # [b][n]: how likely node n + 1 seems to be reached and right; no child is likelier than its
+    # parent. A drafter that says so leaves it to the policy how much of the draft is scored.
+    claims: list[list[float]] | None = None
 
     @cached_property
     def rows(self) -> list[list[int]]:
@@ -312,7 +315,9 @@ class Draft:
         return Draft.chains(roots, [()] * len(roots))
 
     @staticmethod
-    def chains(roots: Seq[int], guesses: Seq[Seq[int]]) -> Draft:
+    def chains(
+        roots: Seq[int], guesses: Seq[Seq[int]], claims: list[list[float]] | None = None
+    ) -> Draft:
         """A draft without branches: each row's guesses follow its root."""
         width = 1 + max((len(row) for row in guesses), default=0)
         rows = [
@@ -321,15 +326,20 @@ class Draft:
         ]
         chain = list(range(-1, width - 1))
         parents = torch.tensor(chain).expand(len(rows), width)
-        draft = Draft(torch.tensor(rows), parents, [1 + len(row) for row in guesses])
+        sizes = [1 + len(row) for row in guesses]
+        draft = Draft(torch.tensor(rows), parents, sizes, claims=claims)
         draft.__dict__.update(rows=rows, above=[chain] * len(rows), is_chain=True)  # known already
         return draft
 
     @staticmethod
-    def trees(roots: Seq[int], trees: Seq[Seq[tuple[int, int]]]) -> Draft:
+    def trees(
+        roots: Seq[int],
+        trees: Seq[Seq[tuple[int, int]]],
+        claims: list[list[float]] | None = None,
+    ) -> Draft:
         """A draft from (token, parent) pairs a row; parent 0 is the root, 1 the first pair."""
         if all(parent == node for tree in trees for node, (_, parent) in enumerate(tree)):
-            return Draft.chains(roots, [[token for token, _ in tree] for tree in trees])
+            return Draft.chains(roots, [[token for token, _ in tree] for tree in trees], claims)
         width = 1 + max((len(tree) for tree in trees), default=0)
         tokens = torch.tensor([[root] * width for root in roots])
         # Padding hangs below the root: no path leads there, and it costs no depth.
@@ -339,7 +349,7 @@ class Draft:
             for node, (token, parent) in enumerate(tree, start=1):
                 tokens[row, node] = token
                 parents[row, node] = parent
-        return Draft(tokens, parents, [1 + len(tree) for tree in trees])
+        return Draft(tokens, parents, [1 + len(tree) for tree in trees], claims=claims)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from draftahead.errors import ConfigError
 from draftahead.suffixes import Cursor, Match, Node, Store, SuffixAutomaton, Trust, grow
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
+MOST = 15  # guesses to choose from
 AGAIN = 64  # tokens to read again in a store that was made anew
 
 
@@ -47,9 +48,15 @@ class Reading:
 @register("suffix")
 class Suffix(Drafter):
     def __init__(
-        self, setting: Setting, *, num_speculative_tokens: int = 7, shared_tokens: int = 0
+        self,
+        setting: Setting,
+        *,
+        num_speculative_tokens: int | None = None,
+        shared_tokens: int = 0,
     ) -> None:
-        self.most = positive("num_speculative_tokens", num_speculative_tokens)
+        """Without a number of guesses, the policy takes as many as pay."""
+        self.forced = num_speculative_tokens is not None
+        self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
         if not isinstance(shared_tokens, int) or shared_tokens < 0:
             raise ConfigError(f"shared_tokens must be 0 (off) or more, not {shared_tokens!r}")
         self.vocabulary = setting.vocabulary
@@ -58,7 +65,7 @@ class Suffix(Drafter):
         self._readings: dict[int, Reading] = {}  # by sequence
 
     def propose(self, batch: Batch) -> Draft | None:
-        trees = []
+        trees, claims = [], []
         for sequence, room in zip(batch.sequences, batch.rooms, strict=True):
             reading = self._readings.setdefault(sequence.id, Reading())
             scope = sequence.request.scope
@@ -66,7 +73,10 @@ class Suffix(Drafter):
             matches = reading.read(sequence.tokens, shared)
             reading.draft = grow(matches, self.trust, self.most, room) if room else []
             trees.append([(node.token, node.parent) for node in reading.draft])
-        return Draft.trees(batch.roots, trees) if any(trees) else None
+            claims.append([node.likely for node in reading.draft])
+        if not any(trees):
+            return None
+        return Draft.trees(batch.roots, trees, None if self.forced else claims)
 
     def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
         """At each node that the walk reached, the likeliest child was right or was not."""

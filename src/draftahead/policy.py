@@ -1,0 +1,159 @@
+"""How much to draft now, and when not to.
+
+A drafted step is worth its tokens over its time. The time of a pass is a staircase of its rows, so
+for each width the likeliest nodes that fill it are taken, and the width with the most tokens a
+second wins; width 1 is plain decoding. Times are those that this machine showed, likelihoods those
+that the drafter's claims turned out to be worth. One rule for chains, trees and batches.
+
+A guard keeps the account: where drafting has cost more than it gave, it pauses, and tries again
+after a while, longer each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
+WARM_UP = 3  # passes of a width of which the quickest counts
+PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to the width
+BINS = 10  # of likelihood
+PRIOR = 4.0  # guesses that a first opinion of a bin is worth
+FADE = 0.98  # of old guesses with every new one
+LOSS = 0.02  # of the run's time that drafting may cost before it pauses
+PAUSE, LONGEST_PAUSE = 16, 1024  # steps
+
+
+class Costs:
+    """Seconds of a pass by the rows it scores, and of drafting.
+
+    A shared machine is slower in one minute than in the next, for every width alike: most of a
+    surprise is laid to the minute, the rest to the width.
+    """
+
+    def __init__(self) -> None:
+        self._pace = 1.0
+        self._shape: dict[int, float] = {}  # by rows, at that pace
+        self._seen: dict[int, int] = {}
+        self.drafting = 0.0  # a step
+
+    def note_pass(self, rows: int, seconds: float) -> None:
+        self._seen[rows] = self._seen.get(rows, 0) + 1
+        if self._seen[rows] <= WARM_UP:  # the first passes of a width may compile or record
+            self._shape[rows] = min(self._shape.get(rows, math.inf), seconds / self._pace)
+            return
+        surprise = min(4.0, max(0.25, seconds / self.of(rows)))
+        self._pace *= surprise**PACE
+        self._shape[rows] *= surprise**WIDTH
+
+    def note_drafting(self, seconds: float) -> None:
+        self.drafting = seconds if not self.drafting else 0.8 * self.drafting + 0.2 * seconds
+
+    def of(self, rows: int) -> float:
+        """As seen, or on the line between its neighbours; beyond them by the first opinion."""
+        shape = self._shape
+        if rows in shape:
+            return self._pace * shape[rows]
+        below = max((n for n in shape if n < rows), default=None)
+        above = min((n for n in shape if n > rows), default=None)
+        if below is not None and above is not None:
+            share = (rows - below) / (above - below)
+            return self._pace * ((1 - share) * shape[below] + share * shape[above])
+        near = below or above or 1
+        known = shape.get(near, 1.0)
+        return self._pace * known * (1 + SLOPE * (rows - 1)) / (1 + SLOPE * (near - 1))
+
+
+class Calibration:
+    """What a drafter's claims are worth: of guesses said to be this likely, how many came true."""
+
+    def __init__(self) -> None:
+        self._right = [PRIOR * (bin_ + 0.5) / BINS for bin_ in range(BINS)]
+        self._seen = [PRIOR] * BINS
+
+    def __call__(self, claim: float) -> float:
+        at = _bin(claim)
+        return self._right[at] / self._seen[at]
+
+    def note(self, claim: float, came_true: bool) -> None:
+        at = _bin(claim)
+        self._right[at] = self._right[at] * FADE + came_true
+        self._seen[at] = self._seen[at] * FADE + 1
+
+
+@dataclass
+class Guard:
+    """The account of what drafting gave and cost, in seconds against plain decoding."""
+
+    balance: float = 0.0
+    run: float = 0.0
+    pause: int = PAUSE
+    steps_left: int = 0  # of a pause
+    pauses: int = 0
+
+    def note(self, seconds: float, plain_seconds: float, *, drafted: bool) -> None:
+        """A step, and what plain decoding would have taken for its tokens."""
+        self.run += seconds
+        if not drafted:
+            return
+        self.balance += plain_seconds - seconds
+        if self.balance < -LOSS * self.run:
+            self.steps_left, self.pauses = self.pause, self.pauses + 1
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+            self.balance = 0.0  # what is lost is lost; a probe is judged by itself
+        elif self.balance > 0:
+            self.pause = PAUSE
+
+    def closed(self) -> bool:
+        """Whether this step decodes plainly."""
+        if self.steps_left:
+            self.steps_left -= 1
+            return True
+        return False
+
+
+@dataclass
+class Policy:
+    costs: Costs = field(default_factory=Costs)
+    calibration: Calibration = field(default_factory=Calibration)
+    guard: Guard = field(default_factory=Guard)
+
+    def width(self, claims: Seq[Seq[float]]) -> int:
+        """How many rows a text to score. `claims` [b]: of each drafted node, that it is reached and
+        right, none likelier than its parent; a pass is as wide as its widest text."""
+        texts = len(claims)
+        ranked = [sorted((self.calibration(c) for c in row), reverse=True) for row in claims]
+        best, best_rate = 1, texts / self.costs.of(texts)
+        for width in range(2, 2 + max(map(len, ranked), default=0)):
+            gain = texts + sum(sum(row[: width - 1]) for row in ranked)
+            rate = gain / (self.costs.of(texts * width) + self.costs.drafting)
+            if rate > best_rate:
+                best, best_rate = width, rate
+        return best
+
+    def note(self, texts: int, width: int, tokens: int, spent: Spent, claims: Claims) -> None:
+        """A step: its time, its tokens, and of every drafted node whether it was kept."""
+        self.costs.note_pass(texts * width, spent.passing)
+        drafted = bool(claims)
+        if drafted:
+            self.costs.note_drafting(spent.drafting)
+        for claim, came_true in claims:
+            self.calibration.note(claim, came_true)
+        plain = tokens / texts * self.costs.of(texts)
+        self.guard.note(spent.passing + spent.drafting, plain, drafted=drafted)
+
+
+class Spent(NamedTuple):
+    """Seconds of a step."""
+
+    drafting: float
+    passing: float
+
+
+Claims = Seq[tuple[float, bool]]  # how likely a node was said to be, and whether it was kept
+
+
+def _bin(claim: float) -> int:
+    return min(BINS - 1, max(0, int(claim * BINS)))

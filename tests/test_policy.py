@@ -1,0 +1,182 @@
+"""The policy on a simulated machine: every time is given, none is taken."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftahead.engine import likeliest, sound_claims
+from draftahead.policy import LOSS, Calibration, Costs, Policy, Spent
+from draftahead.types import Draft
+
+FLAT = dict.fromkeys(range(1, 129), 1.0)  # rows cost nothing
+STEEP = {n: float(n) for n in range(1, 129)}  # every row costs a whole pass
+STAIRS = {n: 1.0 if n <= 8 else 1.9 if n <= 16 else 0.12 * n for n in range(1, 129)}
+
+
+def seasoned(times: dict[int, float]) -> Policy:
+    """A policy that has seen every width on such a machine."""
+    policy = Policy()
+    for _ in range(60):
+        for rows in (1, 2, 4, 6, 8, 9, 12, 16, 24, 32, 48, 64):
+            policy.costs.note_pass(rows, times[rows])
+    return policy
+
+
+def test_free_rows_are_all_used() -> None:
+    assert seasoned(FLAT).width([[0.9, 0.8, 0.3, 0.1, 0.05]]) == 6
+
+
+def test_rows_as_dear_as_passes_are_never_used() -> None:
+    assert seasoned(STEEP).width([[0.95, 0.9, 0.85]]) == 1
+
+
+def test_a_step_of_the_staircase_is_filled_and_not_climbed_for_little() -> None:
+    policy = seasoned(STAIRS)
+    assert policy.width([[0.6] * 4 + [0.05] * 12]) <= 8
+    assert policy.width([[0.95] * 15]) == 16
+
+
+def test_a_batch_shares_the_staircase() -> None:
+    """The same claims: eight rows for one text, two each for four of them."""
+    policy, claims = seasoned(STAIRS), [0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1]
+    assert policy.width([claims]) == 8
+    assert policy.width([claims] * 4) <= 4
+    assert policy.width([claims] * 16) == 1
+
+
+def test_slow_drafting_makes_plain_decoding_win() -> None:
+    policy = seasoned(FLAT)
+    assert policy.width([[0.5, 0.3]]) == 3
+    for _ in range(40):
+        policy.costs.note_drafting(2.0)
+    assert policy.width([[0.5, 0.3]]) == 1
+
+
+def test_claims_are_worth_what_they_turned_out_to_be() -> None:
+    calibration = Calibration()
+    chance = random.Random(0)
+    for _ in range(500):
+        calibration.note(0.85, chance.random() < 0.3)
+    assert calibration(0.88) == pytest.approx(0.3, abs=0.12)
+    assert calibration(0.15) == pytest.approx(0.15)  # nothing was seen there
+
+
+def test_costs_between_and_beyond_what_was_seen() -> None:
+    costs = Costs()
+    assert costs.of(4) > costs.of(1)
+    costs.note_pass(1, 2.0)
+    assert costs.of(1) == 2.0
+    assert 2.0 < costs.of(8) < 3.0
+    costs = Costs()
+    for _ in range(80):
+        costs.note_pass(1, 1.0)
+        costs.note_pass(9, 3.0)
+    assert costs.of(5) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_slower_minute_is_one_for_every_width() -> None:
+    costs = Costs()
+    for _ in range(80):
+        for rows in (1, 8):
+            costs.note_pass(rows, 1.0 + 0.02 * rows)
+    ratio = costs.of(8) / costs.of(1)
+    for _ in range(60):
+        costs.note_pass(8, 2 * (1.0 + 0.02 * 8))  # only this one is seen
+    assert costs.of(1) > 1.6
+    assert costs.of(8) / costs.of(1) == pytest.approx(ratio, rel=0.25)
+
+
+def test_a_first_pass_that_compiles_is_not_taken_for_the_price() -> None:
+    costs = Costs()
+    for seconds in (30.0, 1.0, 1.1):
+        costs.note_pass(1, seconds)
+    for seconds in (50.0, 1.2):
+        costs.note_pass(8, seconds)
+    assert costs.of(1) == 1.0
+    assert costs.of(8) == pytest.approx(1.2)
+    costs.note_pass(1, 100.0)  # and nothing that happens once is taken for more than it is
+    assert costs.of(1) < 1.4
+
+
+def run(policy: Policy, steps: int, accepted: float, drafting: float, row: float) -> float:
+    """A text on a machine where a pass takes 1 + row * (rows - 1); the drafter claims 0.9 for each
+    of three guesses, and each is right with a chance of its own. Returns the speed-up."""
+    chance = random.Random(1)
+    spent = tokens = 0.0
+    for _ in range(steps):
+        if policy.guard.closed():
+            width, said = 1, []
+        else:
+            claims = [0.9, 0.81, 0.73]
+            width = policy.width([claims])
+            said = claims[: width - 1]
+        kept = 0
+        while kept < len(said) and chance.random() < accepted:
+            kept += 1
+        asked = drafting if said or width > 1 else 0.0
+        passing = 1 + row * (width - 1)
+        notes = [(claim, node < kept) for node, claim in enumerate(said)]
+        policy.note(1, width, kept + 1, Spent(asked, passing), notes)
+        spent += asked + passing
+        tokens += kept + 1
+    return tokens / spent
+
+
+def test_a_drafter_that_is_never_right_costs_next_to_nothing() -> None:
+    assert run(Policy(), 400, accepted=0.0, drafting=0.02, row=0.05) > 0.97
+
+
+def test_a_drafter_that_sleeps_is_switched_off() -> None:
+    policy = Policy()
+    run(policy, 12, accepted=0.5, drafting=5.0, row=0.02)
+    early = policy.guard.pauses
+    assert early or policy.width([[0.9, 0.8]]) == 1  # within a few steps
+    assert run(Policy(), 2000, accepted=0.5, drafting=5.0, row=0.02) > 0.97
+
+
+def test_a_good_drafter_is_left_alone() -> None:
+    policy = Policy()
+    assert run(policy, 400, accepted=0.8, drafting=0.02, row=0.03) > 2.0
+    assert policy.guard.pauses == 0
+
+
+def test_a_pause_grows_and_ends() -> None:
+    policy = Policy()
+    lengths = []
+    for _ in range(4):
+        policy.guard.note(10.0, 1.0, drafted=True)
+        length = 0
+        while policy.guard.closed():
+            length += 1
+        lengths.append(length)
+    assert lengths == [16, 32, 64, 128]
+    policy.guard.note(1.0, 30.0, drafted=True)
+    policy.guard.note(100.0, 1.0, drafted=True)
+    assert policy.guard.steps_left == 16
+    assert 0 < LOSS < 0.05
+
+
+@given(
+    claims=st.lists(st.floats(0, 1), min_size=0, max_size=12),
+    parents=st.lists(st.integers(0, 100), min_size=12, max_size=12),
+    width=st.integers(1, 14),
+)
+def test_what_is_kept_hangs_together(claims: list[float], parents: list[int], width: int) -> None:
+    """Whatever a drafter claims, no node is scored without its parent."""
+    tree = [(5, parent % (node + 1)) for node, parent in enumerate(parents[: len(claims)])]
+    draft = Draft.trees([1], [tree], [claims])
+    (sound,) = sound_claims(draft) or [[]]
+    kept = likeliest(sound, width)
+    assert len(kept) == min(width, 1 + len(claims))
+    assert all(draft.above[0][node] in kept for node in kept[1:])
+
+
+def test_claims_that_make_no_sense_are_dropped() -> None:
+    for claims in ([[0.5]], [[0.5, 1.5]], [[float("nan"), 0.1]], [[0.1, 0.2, 0.3]]):
+        draft = Draft.chains([1], [[2, 3]], claims)
+        assert sound_claims(draft) is None
+    assert sound_claims(Draft.chains([1], [[2, 3]], [[0.5, 0.9]])) == [[0.5, 0.5]]
