@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_compiled_layers_say_the_same(name: str) -> None:
     assert isinstance(llm.engine.target.passes._decoder, RecordedForward)
     outs = llm.generate(prompts, Sampling(temperature=0, max_tokens=24))
     assert [out.token_ids for out in outs] == answers
-    assert llm.engine.target.passes._decoder._works
+    assert llm.engine.target.passes._decoder.graphs.works
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -88,6 +89,13 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
     finally:
         block.forward = forward
     assert [out.token_ids for out in outs] == answers
+    # and leaves the process as it was: its stream, its noise, and others' recordings
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.randn(4, device="cuda").isfinite().all()
+    other = LLM(tiny("llama"), "lookup", max_batch=2)
+    assert isinstance(other.engine.target.passes._decoder, RecordedForward)
+    other.generate(prompts, Sampling(temperature=0, max_tokens=8))
+    assert other.engine.target.passes._decoder.graphs.works
 
 
 # ------------------------------------------------------------------- our kernels and CUDA graphs
@@ -206,11 +214,24 @@ def test_graphs_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch)
     passes = CachedModel(shaped("llama", torch.bfloat16), max_batch=1, max_context=512, spare=64)
     assert isinstance(passes._decoder, GpuDecoder)
     graphs = passes._decoder.graphs
-    graphs._most = 3
+    graphs.most = 3
     before = [passes.run(torch.full((1, n), 5)).clone() for n in range(1, 9)]
     assert len(graphs) == 3
     after = [passes.run(torch.full((1, n), 5)).clone() for n in range(1, 9)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_models_that_die_while_another_is_recorded() -> None:
+    """They are in cycles, so the collector finds them, at any moment."""
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(4):
+            llm = LLM(shaped("llama", torch.bfloat16), "lookup", max_batch=1)
+            llm.generate([[1, 2, 3, 1, 2]], Sampling(temperature=0, max_tokens=12))
+            del llm
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])

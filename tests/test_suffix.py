@@ -34,7 +34,7 @@ def automaton(tokens: list[int]) -> SuffixAutomaton:
 
 def own(tokens: list[int]) -> list[Match]:
     text = automaton(tokens)
-    return [(text, *match) for match in text.matches()]
+    return [Match(text, *match, True) for match in text.matches()]
 
 
 def occurrences(tokens: list[int], part: list[int]) -> list[int]:
@@ -87,6 +87,13 @@ def test_a_text_that_repeats_is_continued() -> None:
     line = [5, 6, 7, 8, 9, 10, 11, 12]
     nodes = grow(own(line * 3 + line[:3]), Trust(), 5, 5)
     assert [node.token for node in nodes] == [8, 9, 10, 11, 12]
+
+
+def test_a_text_that_goes_round_is_continued_round() -> None:
+    for period in (1, 2, 3):
+        tokens = [7 + i % period for i in range(30)]
+        nodes = grow(own(tokens), Trust(), 8, 8)
+        assert [node.token for node in nodes] == [7 + i % period for i in range(30, 38)]
 
 
 def test_what_follows_more_often_comes_first() -> None:

@@ -93,18 +93,22 @@ class Engine:
         flight.clock.go_on()
         verdict, kept = self._land(flight)
         flight.clock.lap("other_seconds")
-        if self._ahead:
-            self._flight = self._launch()
-        self._note(flight, verdict)
-        for row, (sequence, above) in enumerate(
-            zip(flight.batch.sequences, flight.draft.above, strict=True)
-        ):
-            depths = tree.depths(above)
-            sequence.stats.count(depths[1 : flight.draft.sizes[row]], kept[row])
-            flight.clock.charge(sequence.stats)
+        try:
+            if self._ahead:
+                self._flight = self._launch()
+        finally:  # whatever comes of the next pass, this step has been
+            self._count(flight, verdict, kept)
         if self._flight is not None:
             self._flight.clock.stop()
         return list(flight.batch.sequences)
+
+    def _count(self, flight: Flight, verdict: Verdict, kept: list[int]) -> None:
+        draft = flight.draft
+        for row, sequence in enumerate(flight.batch.sequences):
+            depths = tree.depths(draft.above[row])
+            sequence.stats.count(depths[1 : draft.sizes[row]], kept[row])
+            flight.clock.charge(sequence.stats)
+        self._note(flight, verdict)
 
     def _launch(self) -> Flight | None:
         """Proposes and scores. On a device the scores are then still under way."""

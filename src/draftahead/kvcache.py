@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftahead.errors import CacheMemoryError
+from draftahead.sampling import placed
 
 
 class LayerShape(NamedTuple):
@@ -67,8 +68,9 @@ class KVCache:
         base = len(self.contents[row])
         moved = [(to, node) for to, node in enumerate(path) if to != node]
         if moved:
-            to = torch.tensor([base + slot for slot, _ in moved])
-            come = torch.tensor([base + node for _, node in moved])
+            device = self.keys[0].device
+            to = placed([base + slot for slot, _ in moved], torch.int64, device)
+            come = placed([base + node for _, node in moved], torch.int64, device)
             for tensor in (*self.keys, *self.values):
                 tensor[row, :, to] = tensor[row, :, come]
         self.contents[row].extend(tokens)

@@ -259,11 +259,11 @@ class CachedModel:
         """Another way to run the model's passes, if there is one and it agrees with the model's own
         forward on a text and a tree."""
         self._binding = Binding(self.model)
+        return self._checked(self._other_pass(), row)
+
+    def _checked(self, decoder: Decoder | None, row: int) -> Decoder | None:
         count = min(self.max_context - 6, 24)
-        if count < 1:
-            return None
-        decoder = self._other_pass()
-        if decoder is None:
+        if decoder is None or count < 1:
             return None
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, self.vocabulary, (count,), generator=generator).tolist()
@@ -278,7 +278,11 @@ class CachedModel:
         self._decoder = None
         self.cache.contents[row].clear()
         gap = (theirs - ours).norm() / theirs.norm().clamp(min=1e-6)
-        return decoder if gap < decoder.tolerance else None
+        if gap < decoder.tolerance and decoder.takes(1, 6, True):
+            return decoder
+        if isinstance(decoder, GpuDecoder):  # the next best way
+            return self._checked(self._recording(), row)
+        return None
 
     def _other_pass(self) -> Decoder | None:
         """Our kernels if they know the shape, else on a GPU the forward as a recording."""
@@ -288,7 +292,9 @@ class CachedModel:
                 return GpuDecoder(shape, self.cache)
             return CpuDecoder(shape, self.cache)
         except NotThisShapeError:
-            pass
+            return self._recording()
+
+    def _recording(self) -> Decoder | None:
         hooks = any(is_patched(module) for module in self.model.modules())
         if self.device.type != "cuda" or self.switch is not None or hooks:
             return None  # what a recording would leave out, or decide once for all

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LONGEST_MATCH = 16  # longer ones are as sure
 LEAST = 0.05  # likelihood below which a guess is not worth its row
@@ -74,9 +75,9 @@ class SuffixAutomaton:
 
     def shorter(self, state: int, length: int) -> list[tuple[int, int]]:
         """(state, length) of a match of this length in a state, and of its ends that lie in other
-        states, the longest first."""
-        found = []
-        while state > 0:
+        states, the longest first; as many as have a say."""
+        found: list[tuple[int, int]] = []
+        while state > 0 and len(found) < MATCHES:
             found.append((state, min(length, self.length[state])))
             state = self.link[state]
         return found
@@ -135,7 +136,13 @@ class Node:
     likely: float  # that it is reached and right
 
 
-Match = tuple[SuffixAutomaton, int, int]  # a text, a state of it, the length that matched
+class Match(NamedTuple):
+    """An end of the text that is being continued, found in that text or in another."""
+
+    text: SuffixAutomaton
+    state: int
+    length: int
+    in_itself: bool  # then one of its occurrences is the end itself, with nothing behind it yet
 
 
 def grow(matches: Iterable[Match], trust: Trust, most: int, room: int) -> list[Node]:
@@ -146,9 +153,9 @@ def grow(matches: Iterable[Match], trust: Trust, most: int, room: int) -> list[N
     """
     offered: dict[int, Node] = {}
     rest = 1.0
-    for text, state, length in sorted(matches, key=lambda match: -match[2])[:MATCHES]:
-        own_end = state == text.link[text.last]
-        for token, then, share in followers(text, state, is_end=own_end):
+    for match in sorted(matches, key=lambda match: -match.length)[:MATCHES]:
+        text, state, length, in_itself = match
+        for token, then, share in followers(text, state, is_end=in_itself):
             likely = rest * trust[length] * share
             if token in offered:
                 offered[token].likely += likely
@@ -178,7 +185,10 @@ def followers(
     text: SuffixAutomaton, state: int, *, is_end: bool = False
 ) -> list[tuple[int, int, float]]:
     """(token, state, share) of what followed a state's strings. The end of the text itself has no
-    follower yet."""
+    follower yet: there, what followed the longest of its ends that has one. So a text that goes
+    round is continued round."""
+    while state and not text.next[state]:
+        state, is_end = text.link[state], True
     total = max(1, text.count[state] - is_end)
     known = text.next[state].items()
     found = [(token, then, text.count[then] / total) for token, then in known if token != BREAK]

@@ -76,6 +76,9 @@ class Target:
 
     def score(self, batch: Batch, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, but for replay and for rows rotated apart."""
+        for row, sequence in enumerate(batch.sequences):
+            # A step that was interrupted may have kept keys of tokens that never were committed.
+            del self.passes.cache.contents[row][len(sequence.tokens) - 1 :]
         self._rotate_crossed(batch)
         parents = None if draft.is_chain else draft.parents
         rows = range(len(batch.sequences))

@@ -122,7 +122,8 @@ class Request:
 class Stats:
     """Counts and seconds of one sequence, or of several added up.
 
-    Seconds are wall time of the steps that the sequence took part in: batch mates share them.
+    Seconds are wall time of the steps that the sequence took part in: batch mates share them. What
+    a device does while the reader of a stream is busy with something else is not counted.
     """
 
     prompt_tokens: int = 0

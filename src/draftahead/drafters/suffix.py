@@ -38,10 +38,10 @@ class Reading:
             self.own.extend(token)
             if shared is not None:
                 self.cursor.advance(shared, token)
-        found = [(self.own, *match) for match in self.own.matches()]
+        found = [Match(self.own, *match, True) for match in self.own.matches()]
         if shared is not None:
             places = shared.shorter(self.cursor.state, self.cursor.length)
-            found += [(shared, *match) for match in places]
+            found += [Match(shared, *match, False) for match in places]
         return found
 
 

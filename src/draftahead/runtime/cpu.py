@@ -107,7 +107,7 @@ class CpuDecoder:
         self._scratch = torch.empty(0)
 
     def takes(self, texts: int, nodes: int, scored: bool) -> bool:
-        return True
+        return nodes <= MOST_ROWS  # ancestors are the bits of one word
 
     def run(
         self,

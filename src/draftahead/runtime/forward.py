@@ -7,11 +7,11 @@ goes through torch.compile: fewer kernels, for some seconds at every new number 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from draftahead.runtime.graphs import Graphs, Inputs
 from draftahead.runtime.shape import NotThisShapeError, Place, Scored
 
 MOST_NODES = 64
+MOST_SHAPES = 64  # that one layer is compiled for
 SHORTEST = 256  # slots; longer stretches are powers of two
 
 Forward = Callable[[Tensor, Tensor, Tensor, CacheWindow, bool], Tensor]
@@ -32,15 +33,14 @@ class RecordedForward:
     bit_stable = False
 
     def __init__(self, model: Any, forward: Forward, cache: KVCache, *, compiled: bool) -> None:
-        self._model, self._forward, self._cache = model, forward, cache
-        self._graphs = Graphs(cache.keys[0].device)
+        self._forward, self._cache = forward, cache
+        self.graphs = Graphs(cache.keys[0].device, type(model).__name__)
         self._layers = CompiledLayers(model) if compiled else None
-        self._works = True
         half = cache.keys[0].dtype in (torch.bfloat16, torch.float16)
         self.tolerance = 0.1 if half else 1e-3  # other numbers of slots make other sums
 
     def takes(self, texts: int, nodes: int, scored: bool) -> bool:
-        return self._works and scored and nodes <= MOST_NODES
+        return self.graphs.works and scored and nodes <= MOST_NODES
 
     def run(
         self,
@@ -57,18 +57,8 @@ class RecordedForward:
             live *= 2
         place = place._replace(live=min(live, self._cache.length))
         body = partial(self._pass, place=place)
-        try:
-            found = self._graphs.run(place, body, tokens, lengths, parents, place.real)
-            return Scored(*found)
-        except Exception as failure:
-            self._works = False
-            said = str(failure).strip().splitlines() or [type(failure).__name__]
-            warnings.warn(
-                f"{type(self._model).__name__} cannot be recorded as a CUDA graph, so its passes "
-                f"run eagerly, at the host's pace: {said[0]}",
-                stacklevel=2,
-            )
-            return None
+        found = self.graphs.run(place, body, tokens, lengths, parents, place.real)
+        return None if found is None else Scored(*found)
 
     def _pass(self, inputs: Inputs, place: Place) -> tuple[Tensor, ...]:
         nodes, lengths = inputs.tokens.shape[1], inputs.lengths
@@ -93,14 +83,17 @@ class CompiledLayers:
         if stack is None or any("past_key_values" in vars(layer) for layer in stack):
             raise NotThisShapeError("no list of layers")
         self._layers = list(stack)
-        self._compiled = torch.compile(_call, dynamic=False)
+        # The compiler counts by code: each model has its own, and room for its shapes.
+        code = _call.__code__.replace(co_name=f"{type(model).__name__}_{id(self)}")
+        self._compiled = torch.compile(FunctionType(code, globals()), dynamic=False)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         try:
             for index, layer in enumerate(self._layers):
                 layer.__dict__["forward"] = partial(self._run, index, layer)
-            yield
+            with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+                yield
         finally:
             for layer in self._layers:
                 del layer.__dict__["forward"]

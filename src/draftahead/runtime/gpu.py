@@ -52,7 +52,10 @@ class GpuDecoder:
         self.kernels, self.shape, self.cache = gpu_kernels, shape, cache
         self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
         self._check()
-        self.graphs = Graphs(self.device)
+        self.graphs = Graphs(self.device, type(shape.model).__name__)
+        limits = torch.cuda.get_device_properties(self.device)
+        most = getattr(limits, "shared_memory_per_block_optin", 99 * 1024)
+        self._shared = min(SHARED, most - 8 * 1024)
         rows, make = MOST_ROWS, self._empty
         self.x, self.middle, self.scaled = (make(rows, shape.hidden) for _ in range(3))
         self.qkv = make(rows, (shape.heads + 2 * shape.key_heads) * shape.width)
@@ -84,7 +87,7 @@ class GpuDecoder:
         require(rope.get("rope_type", "default") in ROPE_TYPES, "angles that depend on the text")
         require(s.width in (32, 64, 128, 256), f"heads of width {s.width}")
         widths = (s.hidden, s.heads * s.width, s.key_heads * s.width, s.inner)
-        require(all(width % 32 == 0 for width in widths), "odd widths")
+        require(all(width % 64 == 0 for width in widths), "odd widths")
         for layer in s.layers:
             for name, linear in layer.linears.items():
                 require(type(linear) is nn.Linear, "linear layers")
@@ -101,7 +104,8 @@ class GpuDecoder:
 
     def takes(self, texts: int, nodes: int, scored: bool) -> bool:
         # A prompt is bound by arithmetic, which is not what these kernels are made for.
-        return scored and nodes <= MOST_NODES and texts * nodes <= MOST_ROWS
+        small = nodes <= MOST_NODES and texts * nodes <= MOST_ROWS
+        return scored and small and self.graphs.works
 
     def run(
         self,
@@ -111,14 +115,15 @@ class GpuDecoder:
         *,
         place: Place,
         scored: bool = True,
-    ) -> Scored:
+    ) -> Scored | None:
         """Nodes [B, N] -> logits [B, N, V] and the best token after each, good until the next
         pass."""
         blocks = 1 if place.live <= SHORT else 4
         splits = _power_of_two(-(-place.live // (blocks * BLOCK)))
         body = partial(self._pass, first=place.first, splits=splits, blocks=blocks)
         key = (place.first, splits, blocks)
-        return Scored(*self.graphs.run(key, body, tokens, lengths, parents, place.real))
+        found = self.graphs.run(key, body, tokens, lengths, parents, place.real)
+        return None if found is None else Scored(*found)
 
     def _pass(self, inputs: Inputs, first: int, splits: int, blocks: int) -> tuple[Tensor, Tensor]:
         """Every kernel of a pass, in order."""
@@ -228,7 +233,7 @@ class GpuDecoder:
         while block_n > 16 and out < FULL * block_n:
             block_n //= 2
         loaded = block_n * (2 if name == "gated" else 1) + rows
-        while stages * loaded * block_k * 2 > SHARED:
+        while stages * loaded * block_k * 2 > self._shared:
             stages, block_k = (stages - 1, block_k) if stages > 2 else (stages, block_k // 2)
         return {
             "ROWS": rows,

@@ -9,6 +9,7 @@ a pass is some numbers written to memory and one launch.
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -21,6 +22,7 @@ from torch import Tensor
 from draftahead import tree
 
 MOST_GRAPHS = 64
+MOST_ALIKE = 8  # recordings of one shape: so many passes of it can be under way
 
 
 class Inputs:
@@ -57,6 +59,7 @@ class Inputs:
 
 
 _SPARE: dict[int, list[Tensor]] = {}  # by length
+_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator may still ask them, so they stay
 
 
 def _pinned(owner: Inputs, length: int) -> Tensor:
@@ -70,34 +73,57 @@ def _pinned(owner: Inputs, length: int) -> Tensor:
     return found
 
 
+Body = Callable[[Inputs], tuple[Tensor, ...]]
+
+
 class Recording:
     """A graph with inputs of its own, so that others of its shape may be under way meanwhile."""
 
-    def __init__(self, inputs: Inputs, body: Callable[[Inputs], tuple[Tensor, ...]], pool: Any):
-        self.inputs, self._body, self._pool = inputs, body, pool
+    def __init__(self, inputs: Inputs, body: Body, pool: Any, stream: torch.cuda.Stream) -> None:
+        self.inputs, self._body, self._pool, self._stream = inputs, body, pool, stream
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: tuple[Tensor, ...] = ()
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def is_free(self) -> bool:
-        return bool(self._done.query())  # type: ignore[no-untyped-call]
+        return bool(self.done.query())  # type: ignore[no-untyped-call]
 
     def run(self) -> tuple[Tensor, ...]:
         """The output's memory belongs to the graph: good until its next run."""
         if self._graph is None:
             self._pass()  # compiles kernels and makes workspaces: neither may be recorded
+            self._try_without_waiting()
             torch.cuda.synchronize()
             self._graph = self._recorded()
         self._graph.replay()
-        self._done.record()
+        self.done.record()
         return self._output
+
+    def _try_without_waiting(self) -> None:
+        """A pass that waits for the device cannot be recorded, and to find that out by recording
+        leaves torch's allocators in disorder. So it is found out before."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            self._pass()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def _recorded(self) -> torch.cuda.CUDAGraph:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # somebody else's memory must not be freed into the recording
+        gc.disable()  # a graph or host memory that dies meanwhile would spoil the recording
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._output = self._pass()
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    self._output = self._pass()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            _FAILED.append(graph)
+            raise
         finally:
             if collects:
                 gc.enable()
@@ -109,43 +135,69 @@ class Recording:
 
 
 class Graphs:
-    def __init__(self, device: torch.device, most: int = MOST_GRAPHS) -> None:
-        self._device, self._most = device, most
-        self._pool = torch.cuda.graph_pool_handle()
+    """Recordings by key, the one least lately used dropped for a new one."""
+
+    def __init__(self, device: torch.device, owner: str) -> None:
+        self._device, self._owner, self.most = device, owner, MOST_GRAPHS
         self._kept: OrderedDict[Hashable, list[Recording]] = OrderedDict()
+        self.works = True
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(
         self,
         key: Hashable,
-        body: Callable[[Inputs], tuple[Tensor, ...]],
+        body: Body,
         tokens: Tensor,
         lengths: Seq[int],
         parents: Seq[Seq[int]] | None,
         real: int,
-    ) -> tuple[Tensor, ...]:
-        """One pass, by a recording of its shape that is not under way; made if there is none."""
+    ) -> tuple[Tensor, ...] | None:
+        """One pass; None, and a warning, where passes cannot be recorded or kernels not be run."""
+        try:
+            with torch.cuda.device(self._device):
+                recording = self._free(key, body, tokens)
+                recording.inputs.write(tokens, lengths, parents, real)
+                return recording.run()
+        except Exception as failure:
+            self.works = False
+            self._kept.clear()
+            said = str(failure).strip().splitlines() or [type(failure).__name__]
+            warnings.warn(
+                f"passes of {self._owner} cannot be recorded as a CUDA graph, so they run eagerly, "
+                f"at the host's pace: {said[0]}",
+                stacklevel=2,
+            )
+            return None
+
+    def _free(self, key: Hashable, body: Body, tokens: Tensor) -> Recording:
+        """A recording of this shape that is not under way; made if there is none."""
         texts, nodes = tokens.shape
         with_tokens = tokens.device.type == "cpu"
         key = (key, texts, nodes, with_tokens)
         found = self._kept.pop(key, [])
         self._kept[key] = found  # as the one used last
         recording = next((one for one in found if one.is_free()), None)
-        if recording is None:
-            if len(self) >= self._most:
+        if recording is None and len(found) >= MOST_ALIKE:
+            recording = found[0]
+            recording.done.synchronize()
+        if recording is not None:
+            found.remove(recording)
+        else:
+            if len(self) >= self.most:
                 self._drop_oldest()
             inputs = Inputs(texts, nodes, self._device, with_tokens=with_tokens)
-            recording = Recording(inputs, body, self._pool)
-            found.append(recording)
-        recording.inputs.write(tokens, lengths, parents, real)
-        return recording.run()
+            recording = Recording(inputs, body, self._pool, self._stream)
+        found.append(recording)
+        return recording
 
     def _drop_oldest(self) -> None:
         torch.cuda.synchronize()
-        oldest = next(iter(self._kept.values()))
-        if len(self._kept) > 1:
-            self._kept.popitem(last=False)
-        else:
-            oldest.pop(0)
+        oldest = next(key for key, found in self._kept.items() if found)
+        self._kept[oldest].pop(0)
+        if not self._kept[oldest]:
+            del self._kept[oldest]
 
     def __len__(self) -> int:
         return sum(map(len, self._kept.values()))
