@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LONGEST_MATCH = 16  # longer ones are as sure
-LEAST = 0.05  # likelihood below which a guess is not worth its row
+LEAST = 0.02  # likelihood below which a guess is not worth its row
 MATCHES = 4  # ends of the text that have a say about the next token
 WIDEST = 3  # children of a node
 COUNTED = 64  # states whose occurrences are brought up to date with a token
