@@ -47,15 +47,15 @@ class GpuDecoder:
     def __init__(self, shape: LlamaShape, cache: KVCache) -> None:
         try:
             from draftahead.runtime import gpu_kernels
-        except ImportError:
-            raise NotThisShapeError("Triton is not installed") from None
+        except Exception as problem:  # not installed, or not for this machine
+            raise NotThisShapeError(f"Triton does not load: {problem}") from problem
         self.kernels, self.shape, self.cache = gpu_kernels, shape, cache
         self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
         self._check()
         self.graphs = Graphs(self.device, type(shape.model).__name__)
         limits = torch.cuda.get_device_properties(self.device)
-        most = getattr(limits, "shared_memory_per_block_optin", 99 * 1024)
-        self._shared = min(SHARED, most - 8 * 1024)
+        room = getattr(limits, "shared_memory_per_block_optin", 99 * 1024)
+        self._shared = min(SHARED, room - 8 * 1024)
         rows, make = MOST_ROWS, self._empty
         self.x, self.middle, self.scaled = (make(rows, shape.hidden) for _ in range(3))
         self.qkv = make(rows, (shape.heads + 2 * shape.key_heads) * shape.width)
