@@ -49,7 +49,7 @@ class LLM:
     def __init__(
         self,
         model: Any,
-        drafter: str | Mapping[str, Any] | Drafter = "lookup",
+        drafter: str | Mapping[str, Any] | Drafter = "suffix",
         *,
         tokenizer: Any = None,
         exact: Exact = "law",

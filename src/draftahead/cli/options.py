@@ -60,7 +60,7 @@ def drafter_from(
             raise ConfigError(f"{key!r} is {value!r} and, in --speculative-config, another")
     if draft_model is not None:
         config.setdefault("method", "draft_model")
-    return config if "method" in config or "model" in config else {"method": "lookup", **config}
+    return config if "method" in config or "model" in config else {"method": "suffix", **config}
 
 
 def build_llm(
