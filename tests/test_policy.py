@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zoo
+from draftahead import LLM, Batch, Drafter, Sampling, Scores, engine
 from draftahead.engine import likeliest, sound_claims
 from draftahead.policy import LOSS, Calibration, Costs, Policy, Spent
 from draftahead.types import Draft
@@ -108,20 +110,18 @@ def run(policy: Policy, steps: int, accepted: float, drafting: float, row: float
     chance = random.Random(1)
     spent = tokens = 0.0
     for _ in range(steps):
-        if policy.guard.closed():
-            width, said = 1, []
-        else:
+        asked, width, said = not policy.guard.closed(), 1, list[float]()
+        if asked:
             claims = [0.9, 0.81, 0.73]
             width = policy.width([claims])
             said = claims[: width - 1]
         kept = 0
         while kept < len(said) and chance.random() < accepted:
             kept += 1
-        asked = drafting if said or width > 1 else 0.0
-        passing = 1 + row * (width - 1)
+        seconds = Spent(drafting if asked else 0.0, 1 + row * (width - 1))
         notes = [(claim, node < kept) for node, claim in enumerate(said)]
-        policy.note(1, width, kept + 1, Spent(asked, passing), notes)
-        spent += asked + passing
+        policy.note(1, width, kept + 1, seconds, notes, asked=asked)
+        spent += sum(seconds)
         tokens += kept + 1
     return tokens / spent
 
@@ -135,7 +135,10 @@ def test_a_drafter_that_sleeps_is_switched_off() -> None:
     run(policy, 12, accepted=0.5, drafting=5.0, row=0.02)
     early = policy.guard.pauses
     assert early or policy.width([[0.9, 0.8]]) == 1  # within a few steps
-    assert run(Policy(), 2000, accepted=0.5, drafting=5.0, row=0.02) > 0.97
+    policy = Policy()
+    speed = run(policy, 2000, accepted=0.5, drafting=5.0, row=0.02)
+    assert policy.guard.pauses <= 8  # 16, 32, 64, ... 1024 steps apart
+    assert speed > 1 / (1.03 + policy.guard.pauses * 5.0 / 2000)  # plain, and the probes
 
 
 def test_a_good_drafter_is_left_alone() -> None:
@@ -158,6 +161,37 @@ def test_a_pause_grows_and_ends() -> None:
     policy.guard.note(100.0, 1.0, drafted=True)
     assert policy.guard.steps_left == 16
     assert 0 < LOSS < 0.05
+
+
+class Sleeper(Drafter):
+    """Takes five passes' time for guesses that it is sure of and that are wrong."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.calls = clock, 0
+
+    def propose(self, batch: Batch) -> Draft | None:
+        self.calls += 1
+        self.clock[0] += 5.0
+        return Draft.chains(batch.roots, [[1]] * len(batch.roots), [[0.9]] * len(batch.roots))
+
+
+def test_the_engine_stops_asking_a_drafter_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only drafting and passes move, in the real engine."""
+    now = [0.0]
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
+    sleeper = Sleeper(now)
+    llm = LLM(zoo.tiny("llama"), sleeper, max_batch=1)
+    score = llm.engine.target.score
+
+    def passing(batch: Batch, draft: Draft) -> Scores:
+        now[0] += 1.0
+        return score(batch, draft)
+
+    monkeypatch.setattr(llm.engine.target, "score", passing)
+    out = llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=120, ignore_eos=True))[0]
+    assert len(out.token_ids) == 120
+    assert 1 <= sleeper.calls <= 4  # after 16, 32 and 64 steps
+    assert llm.engine.policy.guard.pauses == sleeper.calls
 
 
 @given(

@@ -48,6 +48,8 @@ class Engine:
         self._ahead = target.passes.device.type == "cuda"
         self._flight: Flight | None = None
         self.policy = Policy()
+        self._asked = False  # whether the drafter was, for the pass that is being launched
+        self._guided = False  # whether it leaves it to the policy how much is scored
 
     # ------------------------------------------------------------------ requests in and out
 
@@ -121,11 +123,11 @@ class Engine:
         clock.lap("draft_seconds")
         scores = self.target.score(batch, draft)
         clock.lap("verify_seconds")
-        return Flight(batch, draft, scores, clock)
+        return Flight(batch, draft, scores, clock, self._asked and self._guided)
 
     def _land(self, flight: Flight) -> tuple[Verdict, list[int]]:
         """Verifies, keeps, learns, commits; also returns how many drafted tokens each row keeps."""
-        batch, draft, scores, clock = flight
+        batch, draft, scores, clock, _ = flight
         verdict = verify(draft, scores, batch, self.rule)
         self.target.keep(batch, draft, verdict)
         clock.lap("verify_seconds")
@@ -145,7 +147,7 @@ class Engine:
         return verdict, kept
 
     def _note(self, flight: Flight, verdict: Verdict) -> None:
-        """What the policy learns of a step: also from a drafter that decides by itself."""
+        """What the policy learns of a step: of times also from a drafter that decides by itself."""
         draft, spent = flight.draft, flight.clock.spent
         claims = []
         for row, said in enumerate(draft.claims or []):
@@ -154,7 +156,7 @@ class Engine:
         texts, width = draft.parents.shape
         tokens = sum(map(len, verdict.tokens))
         seconds = Spent(spent["draft_seconds"], spent["verify_seconds"])
-        self.policy.note(texts, width, tokens, seconds, claims)
+        self.policy.note(texts, width, tokens, seconds, claims, asked=flight.asked)
 
     def _batch(self) -> Batch:
         sequences = tuple(self.scheduler.running)
@@ -191,7 +193,8 @@ class Engine:
     def _propose(self, batch: Batch) -> Draft:
         """The drafter's guesses, or none. Whatever it does, the draft that comes out is sound."""
         off = self._faults >= GIVE_UP_AFTER or self.policy.guard.closed()
-        if off or not any(batch.rooms):
+        self._asked = not off and any(batch.rooms)
+        if not self._asked:
             return Draft.nothing(batch.roots)
         found: list[Draft | None] = [None]
 
@@ -210,6 +213,7 @@ class Engine:
         draft = trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.one_shape)
         if draft.claims is None:
             return draft
+        self._guided = True
         width = self.policy.width(draft.claims)
         return pruned(draft, batch, [likeliest(row, width) for row in draft.claims])
 
@@ -238,6 +242,7 @@ class Flight(NamedTuple):
     draft: Draft
     scores: Scores
     clock: Clock
+    asked: bool  # a drafter that the policy guides
 
 
 class Clock:

@@ -133,16 +133,18 @@ class Policy:
                 best, best_rate = width, rate
         return best
 
-    def note(self, texts: int, width: int, tokens: int, spent: Spent, claims: Claims) -> None:
-        """A step: its time, its tokens, and of every drafted node whether it was kept."""
+    def note(
+        self, texts: int, width: int, tokens: int, spent: Spent, claims: Claims, *, asked: bool
+    ) -> None:
+        """A step: its time, its tokens, and of every drafted node whether it was kept. `asked`: the
+        drafter was, and its time counts, also where none of its guesses was taken."""
         self.costs.note_pass(texts * width, spent.passing)
-        drafted = bool(claims)
-        if drafted:
+        if asked:
             self.costs.note_drafting(spent.drafting)
         for claim, came_true in claims:
             self.calibration.note(claim, came_true)
         plain = tokens / texts * self.costs.of(texts)
-        self.guard.note(spent.passing + spent.drafting, plain, drafted=drafted)
+        self.guard.note(spent.passing + spent.drafting, plain, drafted=asked)
 
 
 class Spent(NamedTuple):
