@@ -67,6 +67,8 @@ REGISTERED: dict[str, Callable[[Any], Any]] = {
     "none": lambda target: "none",
     "lookup": lambda target: {"method": "lookup", "prompt_lookup_min": 1},
     "suffix": lambda target: {"method": "suffix", "num_speculative_tokens": 7},
+    "recycle": lambda target: {"method": "recycle", "num_speculative_tokens": 9},
+    "auto": lambda target: {"method": "auto", "num_speculative_tokens": 9},
     # A draft of the same family but other weights, and one that is the target itself.
     "draft_model": lambda target: {
         "method": "draft_model",
@@ -76,6 +78,9 @@ REGISTERED: dict[str, Callable[[Any], Any]] = {
 }
 SPECIAL: dict[str, Callable[[Any], Any]] = {
     "suffix_guided": lambda target: "suffix",  # the policy decides how much is scored
+    "recycle_guided": lambda target: "recycle",
+    "auto_guided": lambda target: "auto",
+    "auto_with_model": lambda target: {"method": "auto", "model": zoo.tiny("llama", dtype=target.dtype, seed=1)},
     "garbage": lambda target: Garbage(),
     "garbage_tree": lambda target: GarbageTree(),
     "draft_model_self": lambda target: {

@@ -22,6 +22,7 @@ ORDER = [
     "support",
     "passes",
     "target",
+    "rates",
     "suffixes",
     "drafters",
     "policy",

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import zoo
 from draftahead import LLM, Batch, Drafter, Sampling, Scores, engine
 from draftahead.engine import likeliest, sound_claims
-from draftahead.policy import LOSS, Calibration, Costs, Policy, Spent
+from draftahead.policy import LOSS, Costs, Policy, Spent
+from draftahead.rates import Calibration
 from draftahead.types import Draft
 
 FLAT = dict.fromkeys(range(1, 129), 1.0)  # rows cost nothing

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import zoo
@@ -136,6 +136,7 @@ def test_it_drafts_and_forgets() -> None:
 
 
 @given(known=texts, more=texts, text=texts)
+@example(known=[0, 0, 1, 0], more=[1, 1], text=[1, 1])  # the cursor's state is split under it
 def test_a_cursor_finds_the_longest_end_that_occurs_elsewhere(
     known: list[int], more: list[int], text: list[int]
 ) -> None:

@@ -123,11 +123,11 @@ class Engine:
         clock.lap("draft_seconds")
         scores = self.target.score(batch, draft)
         clock.lap("verify_seconds")
-        return Flight(batch, draft, scores, clock, self._asked and self._guided)
+        return Flight(batch, draft, scores, clock, self._asked, self._asked and self._guided)
 
     def _land(self, flight: Flight) -> tuple[Verdict, list[int]]:
         """Verifies, keeps, learns, commits; also returns how many drafted tokens each row keeps."""
-        batch, draft, scores, clock, _ = flight
+        batch, draft, scores, clock = flight[:4]
         verdict = verify(draft, scores, batch, self.rule)
         self.target.keep(batch, draft, verdict)
         clock.lap("verify_seconds")
@@ -135,7 +135,8 @@ class Engine:
         clock.lap("other_seconds")
         # Copies: a drafter's slip stays its own.
         told = Verdict([list(p) for p in verdict.paths], [list(t) for t in verdict.tokens])
-        self._guarded(lambda: self.drafter.learn(batch, told, scores))
+        if flight.asked:  # one that is switched off costs nothing
+            self._guarded(lambda: self.drafter.learn(batch, told, scores))
         clock.lap("draft_seconds")
         kept = self.scheduler.commit(batch, verdict, logprobs)
         for sequence in batch.sequences:
@@ -156,14 +157,14 @@ class Engine:
         texts, width = draft.parents.shape
         tokens = sum(map(len, verdict.tokens))
         seconds = Spent(spent["draft_seconds"], spent["verify_seconds"])
-        self.policy.note(texts, width, tokens, seconds, claims, asked=flight.asked)
+        self.policy.note(texts, width, tokens, seconds, claims, asked=flight.guided)
 
     def _batch(self) -> Batch:
         sequences = tuple(self.scheduler.running)
         most = self.target.max_nodes - 1
         rooms = [max(0, min(self.scheduler.room(s), self.target.room(s), most)) for s in sequences]
         dice = DraftDice(sequences, rooms, self.target.vocabulary, self.exact)
-        return Batch(sequences, tuple(rooms), dice, self.exact)
+        return Batch(sequences, tuple(rooms), dice, self.exact, self.policy.costs)
 
     def _admit(self) -> None:
         """Gives waiting sequences a row and fills it: with what an idle row or a sister holds
@@ -242,7 +243,8 @@ class Flight(NamedTuple):
     draft: Draft
     scores: Scores
     clock: Clock
-    asked: bool  # a drafter that the policy guides
+    asked: bool  # the drafter was
+    guided: bool  # and it is one that the policy guides
 
 
 class Clock:

@@ -49,7 +49,7 @@ class LLM:
     def __init__(
         self,
         model: Any,
-        drafter: str | Mapping[str, Any] | Drafter = "suffix",
+        drafter: str | Mapping[str, Any] | Drafter = "auto",
         *,
         tokenizer: Any = None,
         exact: Exact = "law",
@@ -81,6 +81,7 @@ class LLM:
                 quantize_model(loaded)
             return loaded, its_tokenizer
 
+        name = str(model) if isinstance(model, str | Path) else ""
         if isinstance(model, str | Path):
             model, own_tokenizer = load(str(model))
             tokenizer = tokenizer or own_tokenizer
@@ -101,6 +102,7 @@ class LLM:
             max_batch=max_batch,
             max_context=target.max_context,
             load=load,
+            successors=hub.successors_of(name),
         )
         self._warn_of_unfollowed()
         self.engine = Engine(

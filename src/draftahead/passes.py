@@ -73,6 +73,7 @@ class CachedModel:
         # [B, N] the first of the largest logits of the last pass, -1 where that is not finite;
         # None where the pass did not find it on its way.
         self.best: Tensor | None = None
+        self.top: Tensor | None = None  # [B, N, 4] likewise, the largest few
         probe = ShapeProbe()
         calls = self._probe(probe)
         length = self.max_context + spare
@@ -131,9 +132,9 @@ class CachedModel:
             above = None if parents is None else parents.tolist()
             found = self._decoder.run(tokens, held, above, place=place, scored=scored)
             if found is not None:
-                self.best = found.best
+                self.best, self.top = found.best, found.top
                 return found.logits
-        self.best = None
+        self.best = self.top = None
         tokens = F.pad(tokens.to(self.device), (0, int(beacon)))
         width, live = width + beacon, max(live, end + beacon)
         lengths = torch.tensor(held, device=self.device)

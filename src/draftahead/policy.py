@@ -16,12 +16,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from draftahead.rates import Calibration
+
 SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
 WARM_UP = 3  # passes of a width of which the quickest counts
 PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to the width
-BINS = 10  # of likelihood
-PRIOR = 4.0  # guesses that a first opinion of a bin is worth
-FADE = 0.98  # of old guesses with every new one
 LOSS = 0.02  # of the run's time that drafting may cost before it pauses
 PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 
@@ -64,23 +63,6 @@ class Costs:
         near = below or above or 1
         known = shape.get(near, 1.0)
         return self._pace * known * (1 + SLOPE * (rows - 1)) / (1 + SLOPE * (near - 1))
-
-
-class Calibration:
-    """What a drafter's claims are worth: of guesses said to be this likely, how many came true."""
-
-    def __init__(self) -> None:
-        self._right = [PRIOR * (bin_ + 0.5) / BINS for bin_ in range(BINS)]
-        self._seen = [PRIOR] * BINS
-
-    def __call__(self, claim: float) -> float:
-        at = _bin(claim)
-        return self._right[at] / self._seen[at]
-
-    def note(self, claim: float, came_true: bool) -> None:
-        at = _bin(claim)
-        self._right[at] = self._right[at] * FADE + came_true
-        self._seen[at] = self._seen[at] * FADE + 1
 
 
 @dataclass
@@ -156,6 +138,3 @@ class Spent(NamedTuple):
 
 Claims = Seq[tuple[float, bool]]  # how likely a node was said to be, and whether it was kept
 
-
-def _bin(claim: float) -> int:
-    return min(BINS - 1, max(0, int(claim * BINS)))

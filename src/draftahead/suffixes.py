@@ -16,13 +16,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from draftahead.rates import Rates
+
 LONGEST_MATCH = 16  # longer ones are as sure
 LEAST = 0.02  # likelihood below which a guess is not worth its row
 MATCHES = 4  # ends of the text that have a say about the next token
 WIDEST = 3  # children of a node
 COUNTED = 64  # states whose occurrences are brought up to date with a token
-FIRST = 8  # how many guesses the first opinion of a match's length is worth
-FADE = 0.97  # of an old observation with every new one
 BREAK = -1  # between two texts that share an automaton
 
 
@@ -95,12 +95,16 @@ class Cursor:
         self.state = self.length = 0
 
     def advance(self, text: SuffixAutomaton, token: int) -> None:
+        self._settle(text)
         while self.state and token not in text.next[self.state]:
             self.state = text.link[self.state]
             self.length = text.length[self.state]
         if token in text.next[self.state]:
             self.state, self.length = text.next[self.state][token], self.length + 1
-        # A state may have been split since: its shorter strings are elsewhere now.
+        self._settle(text)
+
+    def _settle(self, text: SuffixAutomaton) -> None:
+        """A state may have been split since: its shorter strings are elsewhere now."""
         while self.state and self.length <= text.length[text.link[self.state]]:
             self.state = text.link[self.state]
 
@@ -109,18 +113,14 @@ class Trust:
     """How often a guess after a match of some length turned out right, lately."""
 
     def __init__(self) -> None:
-        # As if a few had been seen of each: short matches deceive, long ones hardly ever do.
-        self._right = [FIRST * length / (length + 2) for length in range(LONGEST_MATCH + 1)]
-        self._seen = [float(FIRST)] * (LONGEST_MATCH + 1)
+        # Short matches deceive, long ones hardly ever do.
+        self._rates: Rates[int] = Rates(lambda length: length / (length + 2), worth=8.0, fade=0.97)
 
     def __getitem__(self, length: int) -> float:
-        at = min(length, LONGEST_MATCH)
-        return self._right[at] / self._seen[at]
+        return self._rates[min(length, LONGEST_MATCH)]
 
     def note(self, length: int, was_right: bool) -> None:
-        at = min(length, LONGEST_MATCH)
-        self._right[at] = self._right[at] * FADE + was_right
-        self._seen[at] = self._seen[at] * FADE + 1
+        self._rates.note(min(length, LONGEST_MATCH), was_right)
 
 
 @dataclass

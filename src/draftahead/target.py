@@ -91,13 +91,14 @@ class Target:
             alone = [
                 self.passes.run(padded[r : r + 1], first=r, live=lives[r]).clone() for r in rows
             ]
-            return Scores(torch.cat(alone)[:, :width])
+            return Scores(torch.cat(alone)[:, :width], draft=draft)
         if len({self.passes.cache.far[row] for row in rows}) > 1:
             above = [None if parents is None else parents[r : r + 1] for r in rows]
             run = self.passes.run
             alone = [run(draft.tokens[r : r + 1], first=r, parents=above[r]).clone() for r in rows]
-            return Scores(torch.cat(alone))
-        return Scores(self.passes.run(draft.tokens, parents=parents), self.passes.best)
+            return Scores(torch.cat(alone), draft=draft)
+        logits = self.passes.run(draft.tokens, parents=parents)
+        return Scores(logits, self.passes.best, self.passes.top, draft)
 
     def _rotate_crossed(self, batch: Batch) -> None:
         """A text that has just outgrown longrope's switch is rotated anew, as transformers does."""

@@ -239,6 +239,13 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
 
+class Price(Protocol):
+    """What a pass costs on this machine."""
+
+    def of(self, rows: int) -> float:
+        """Seconds, for a pass that scores so many nodes."""
+
+
 class Dice(Protocol):
     """Draws drafted tokens for a drafter, and keeps the record that the acceptance rule needs.
 
@@ -267,6 +274,7 @@ class Batch:
     rooms: tuple[int, ...]  # how deep a draft of this row may be
     dice: Dice
     exact: Exact = "law"
+    price: Price | None = None  # for drafters that weigh what they do
 
     @property
     def roots(self) -> list[int]:
@@ -342,21 +350,24 @@ class Draft:
         if all(parent == node for tree in trees for node, (_, parent) in enumerate(tree)):
             return Draft.chains(roots, [[token for token, _ in tree] for tree in trees], claims)
         width = 1 + max((len(tree) for tree in trees), default=0)
-        tokens = torch.tensor([[root] * width for root in roots])
-        # Padding hangs below the root: no path leads there, and it costs no depth.
-        parents = torch.zeros(len(trees), width, dtype=torch.long)
-        parents[:, 0] = -1
-        for row, tree in enumerate(trees):
-            for node, (token, parent) in enumerate(tree, start=1):
-                tokens[row, node] = token
-                parents[row, node] = parent
-        return Draft(tokens, parents, [1 + len(tree) for tree in trees], claims=claims)
+        rows, above = [], []
+        for root, tree in zip(roots, trees, strict=True):
+            spare = width - 1 - len(tree)
+            # Padding hangs below the root: no path leads there, and it costs no depth.
+            rows.append([root, *[token for token, _ in tree], *[root] * spare])
+            above.append([-1, *[parent for _, parent in tree], *[0] * spare])
+        sizes = [1 + len(tree) for tree in trees]
+        draft = Draft(torch.tensor(rows), torch.tensor(above), sizes, claims=claims)
+        draft.__dict__.update(rows=rows, above=above, is_chain=False)  # known already
+        return draft
 
 
 @dataclass(frozen=True)
 class Scores:
     logits: Tensor  # [B, N, V], of the target, for the token after each node
     best: Tensor | None = None  # [B, N] their argmax if a pass found it, -1 where not finite
+    top: Tensor | None = None  # [B, N, 4] the likeliest tokens, if a pass found them
+    draft: Draft | None = None  # what was scored: of what a drafter proposed, the part that pays
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,11 @@ def _drawn(
 def _drawn_everywhere(draft: Draft, scores: Scores, batch: Batch) -> list[list[int]] | None:
     """The target's own token at every node, where waiting for a device level by level costs more
     than drawing what is not needed. None where a draw depends on the path or must stand alone."""
-    if scores.logits.device.type == "cpu" or any(s.has_processors for s in batch.sequences):
+    if any(s.has_processors for s in batch.sequences):
         return None
     greedy = all(sequence.sampling.greedy for sequence in batch.sequences)
+    if scores.logits.device.type == "cpu" and not (greedy and scores.best is not None):
+        return None  # no device to wait for
     if batch.exact == "replay" and not greedy:
         return None
     rows, width = draft.tokens.shape

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from draftahead.types import Sampling
 
 Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.", show_default=True)]
-Drafter = Annotated[str | None, typer.Option(help="none, lookup, suffix or draft_model.")]
+Drafter = Annotated[str | None, typer.Option(help="auto, suffix, recycle, lookup, draft_model or none.")]
 DraftModel = Annotated[str | None, typer.Option(help="The model that drafts.")]
 SpeculativeConfig = Annotated[
     str | None, typer.Option(help="The drafter as JSON, with vLLM's keys.", metavar="JSON")
@@ -60,7 +60,7 @@ def drafter_from(
             raise ConfigError(f"{key!r} is {value!r} and, in --speculative-config, another")
     if draft_model is not None:
         config.setdefault("method", "draft_model")
-    return config if "method" in config or "model" in config else {"method": "suffix", **config}
+    return config if "method" in config or "model" in config else {"method": "auto", **config}
 
 
 def build_llm(

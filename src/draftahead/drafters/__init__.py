@@ -11,6 +11,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -48,6 +49,7 @@ class Setting:
     max_batch: int
     max_context: int
     load: Callable[[str], tuple[Any, Any]]  # name -> (model, tokenizer), on this device
+    successors: Path | None = None  # a table for `recycle` that comes with the model
 
 
 _REGISTRY: dict[str, Callable[..., Drafter]] = {}

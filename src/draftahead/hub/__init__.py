@@ -30,6 +30,7 @@ from draftahead.hub.embedded import (
     gguf_path,
     is_complete,
     model_path,
+    successors_of,
 )
 from draftahead.hub.gguf import load_gguf_model, quiet_transformers
 from draftahead.hub.report import Report, silent, terminal_report
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "model_path",
     "silent",
+    "successors_of",
     "terminal_report",
 ]
 

@@ -91,6 +91,12 @@ def find_alias(alias: str | Alias) -> Alias:
     return ALIASES[alias]
 
 
+def successors_of(name: str) -> Path | None:
+    """The table for the drafter `recycle` that the package has for an alias, if it has one."""
+    file = Path(__file__).parents[1] / "data" / f"{name}-successors.safetensors"
+    return file if name in ALIASES and file.exists() else None
+
+
 def cache_root() -> Path:
     """The folder for everything that is kept: $DRAFTAHEAD_CACHE, or the user's cache folder."""
     chosen = os.environ.get("DRAFTAHEAD_CACHE")

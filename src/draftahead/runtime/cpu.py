@@ -23,6 +23,7 @@ from draftahead.runtime.shape import (
 )
 
 MOST_ROWS = 64  # of all nodes of a pass
+TOP = 4  # tokens after each node that a pass names: as in model.h
 
 
 class Layer(ctypes.Structure):
@@ -66,7 +67,7 @@ class Pass(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "real")),
         *(
             (name, ctypes.c_void_p)
-            for name in ["lengths", "depths", "ancestors", "cos", "sin", "x", "logits", "scratch"]
+            for name in ["lengths", "depths", "ancestors", "cos", "sin", "x", "logits", "top", "scratch"]
         ),
     )
 
@@ -128,6 +129,7 @@ class CpuDecoder:
         turns = [part.expand(texts, -1, -1).contiguous() for part in turns]
         assert turns[0].shape[-1] == self._model.width
         logits = torch.empty(texts, nodes, self._shape.vocabulary if scored else 0)
+        top = torch.empty(texts, nodes, TOP, dtype=torch.int64)
         at_once = max(1, MOST_ROWS // nodes)
         for start in range(0, texts, at_once):
             part = slice(start, min(start + at_once, texts))
@@ -138,9 +140,9 @@ class CpuDecoder:
                 deep[part].to(torch.int32).contiguous(),
                 ancestors[part],
                 (place.first + start, place.real),
-                logits[part] if scored else None,
+                (logits[part], top[part]) if scored else None,
             )
-        return Scored(logits)
+        return Scored(logits, top[..., 0], top) if scored else Scored(logits)
 
     def _run(
         self,
@@ -150,7 +152,7 @@ class CpuDecoder:
         depths: Tensor,
         ancestors: list[list[int]],
         place: tuple[int, int],
-        logits: Tensor | None,
+        found: tuple[Tensor, Tensor] | None,
     ) -> None:
         rows, nodes = x.shape[:2]
         threads, model = build.threads(), ctypes.byref(self._model)
@@ -169,7 +171,8 @@ class CpuDecoder:
             cos=turns[0].data_ptr(),
             sin=turns[1].data_ptr(),
             x=x.data_ptr(),
-            logits=None if logits is None else logits.data_ptr(),
+            logits=None if found is None else found[0].data_ptr(),
+            top=None if found is None else found[1].data_ptr(),
             scratch=self._scratch.data_ptr(),
         )
         self._library.draftahead_pass(model, ctypes.byref(arguments), threads)

@@ -36,6 +36,7 @@ class Scored(NamedTuple):
 
     logits: Tensor  # [B, N, V]
     best: Tensor | None = None  # [B, N] the first of the largest, -1 where that is not finite
+    top: Tensor | None = None  # [B, N, 4] the largest, the best first, if found on the way
 
 
 class NotThisShapeError(Exception):

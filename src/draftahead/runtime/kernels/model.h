@@ -29,6 +29,8 @@ struct Model {
 };
 
 // One pass over `rows` texts of `nodes` new nodes each.
+constexpr int TOP = 4;
+
 struct Pass {
   int64_t rows, nodes, first;  // first: of the cache's rows
   int64_t real;                // nodes of a row that belong to its text; behind them are guesses
@@ -38,6 +40,7 @@ struct Pass {
   const float *cos, *sin;      // [rows][nodes][width]
   float* x;                    // [rows][nodes][hidden]: embeddings in, garbage out
   float* logits;               // [rows][nodes][vocabulary], or null if only the keys are wanted
+  int64_t* top;                // [rows][nodes][TOP] the likeliest tokens, where logits are wanted
   float* scratch;              // of draftahead_scratch(...) floats
 };
 

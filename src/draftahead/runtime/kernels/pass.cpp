@@ -111,6 +111,41 @@ void run_layer(const Model& m, const Layer& l, const Pass& p, Buffers& b, Privat
   b.barrier->wait();
 }
 
+// ------------------------------------------------------------------------------ behind the head
+
+// The largest of a row, the first of equals first; -1 in place of the first where a choice makes no
+// sense (NaN, or nothing finite). Blocks whose maximum does not count are passed over.
+void top_of(const float* x, int64_t width, int64_t* ids) {
+  constexpr int64_t block = 256;
+  float values[TOP];
+  for (int k = 0; k < TOP; k++) values[k] = -INFINITY, ids[k] = -1;
+  i16 odd = {};
+  for (int64_t from = 0; from < width; from += block) {
+    int64_t to = from + block < width ? from + block : width, i = from;
+    f16 most = all(-INFINITY);
+    for (; i + 16 <= to; i += 16) {
+      f16 v = load(x + i);
+      odd |= v != v;
+      most = v > most ? v : most;
+    }
+    float peak = biggest(most);
+    for (; i < to; i++) {
+      if (x[i] != x[i]) odd = odd | -1;
+      peak = x[i] > peak ? x[i] : peak;
+    }
+    if (!(peak > values[TOP - 1])) continue;
+    for (i = from; i < to; i++) {
+      if (!(x[i] > values[TOP - 1])) continue;
+      int k = TOP - 1;
+      for (; k > 0 && x[i] > values[k - 1]; k--) values[k] = values[k - 1], ids[k] = ids[k - 1];
+      values[k] = x[i], ids[k] = i;
+    }
+  }
+  bool is_odd = std::isinf(values[0]);
+  for (int lane = 0; lane < 16; lane++) is_odd |= odd[lane] != 0;
+  if (is_odd) ids[0] = -1;
+}
+
 }  // namespace
 
 extern "C" {
@@ -143,6 +178,10 @@ void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
         rms_norm(p->x + r * m->hidden, m->final_norm, m->eps, m->hidden, mine.norm + r * m->hidden);
       Rows rows = mine.rows_for(m->head, mine.norm, count);
       linear_shared(m->head, rows, count, p->logits, Then::Store);
+      b.barrier->wait();
+      int64_t from, to;
+      share(count, 1, from, to);
+      for (int64_t r = from; r < to; r++) top_of(p->logits + r * m->head.out, m->head.out, p->top + r * TOP);
     }
   }
   delete b.barrier;

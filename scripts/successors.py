@@ -1,0 +1,45 @@
+"""Makes the table that the drafter `recycle` starts from: what a model says after each token alone.
+
+    python scripts/successors.py --model smollm2 --out src/draftahead/data/smollm2-successors.safetensors
+
+Every token of the vocabulary follows the model's first token once, 63 of them in a pass, as children
+of one root. No text is involved but the model's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from draftahead import LLM
+
+KEPT = 4
+AT_ONCE = 63
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    llm = LLM(asked.model, drafter="none", max_batch=1, max_context=256)
+    passes = llm.engine.target.passes
+    first = getattr(llm.tokenizer, "bos_token_id", None) or 0
+    kind = torch.uint16 if passes.vocabulary <= 1 << 16 else torch.int32
+    found = []
+    for start in range(0, passes.vocabulary, AT_ONCE):
+        tokens = torch.arange(start, min(start + AT_ONCE, passes.vocabulary))
+        nodes = torch.cat([torch.tensor([first]), tokens])[None]
+        parents = torch.tensor([[-1, *[0] * len(tokens)]])
+        logits = passes.run(nodes, parents=parents)[0, 1:]
+        found.append(logits.topk(KEPT).indices.to(kind))
+        print(f"\r{start + len(tokens)} of {passes.vocabulary} tokens", end="", flush=True)
+    save_file({"successors": torch.cat(found).cpu()}, asked.out, {"model": str(asked.model)})
+    print(f"\n{asked.out}: {asked.out.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

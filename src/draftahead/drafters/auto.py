@@ -1,0 +1,249 @@
+"""Several drafters behind one, each used where it is good.
+
+The cheap ones (`suffix`, `recycle`) are asked at every step, and their trees are laid over each
+other: what both propose is likelier, and what one is sure of leaves little for the other's guesses.
+A draft model is asked as well if one is given, wherever its guesses have lately been worth the
+time it takes beyond what the cheap ones promise.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from draftahead.drafters import Drafter, Setting, build, positive, register
+from draftahead.errors import DrafterFaultWarning
+from draftahead.rates import Calibration
+from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
+
+MOST = 15  # guesses to choose from
+TRIES = 4  # steps after which a costly drafter is known well enough to be judged
+RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
+RECENT = 0.1  # share of the newest step in what is thought of it
+
+
+@dataclass
+class Guess:
+    """A node of the merged tree."""
+
+    token: int
+    parent: int
+    depth: int
+    names: tuple[str, ...]  # who proposes it
+    claim: float  # that it is reached and right, as they say
+    worth: float = 0.0  # and as such claims of theirs turned out
+
+
+@dataclass
+class Costly:
+    """What a drafter that takes its time is worth: as it was lately, where it was asked."""
+
+    drafter: Drafter
+    asked: int = 0
+    seconds: float = 0.0  # a step
+    gain: float = 0.0  # guesses of a text that came true
+    width: float = 1.0  # nodes a text
+    retry: int = RETRY
+    idle: int = 0
+
+    def pays(self, batch: Batch, promised: float) -> bool:
+        """Whether to ask now. `promised`: tokens a second without it, as the others claim."""
+        if batch.price is None or self.asked < TRIES:
+            return True
+        texts = len(batch.sequences)
+        seconds = batch.price.of(round(texts * self.width)) + self.seconds
+        if texts * (1 + self.gain) / seconds > promised:
+            self.retry = RETRY
+            return True
+        self.idle += 1
+        if self.idle >= self.retry:
+            self.idle, self.retry = 0, min(2 * self.retry, LONGEST_RETRY)
+            return True
+        return False
+
+    def note(self, seconds: float, gain: float, width: float) -> None:
+        share = 1.0 if not self.asked else RECENT
+        self.asked += 1
+        self.seconds += share * (seconds - self.seconds)
+        self.gain += share * (gain - self.gain)
+        self.width += share * (width - self.width)
+
+
+@dataclass
+class Account:
+    """Of one kind of guess: how many were scored, and how many of them kept."""
+
+    scored: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
+
+
+@register("auto")
+class Auto(Drafter):
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        num_speculative_tokens: int | None = None,
+        model: Any = None,
+        shared_tokens: int = 0,
+    ) -> None:
+        self.forced = num_speculative_tokens is not None
+        self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
+        self.cheap: dict[str, Drafter] = {
+            "suffix": build({"method": "suffix", "shared_tokens": shared_tokens}, setting),
+            "recycle": build("recycle", setting),
+        }
+        self.costly: Costly | None = None
+        if model is not None:
+            config = {"method": "draft_model", "model": model}
+            if num_speculative_tokens is not None:
+                config["num_speculative_tokens"] = num_speculative_tokens
+            self.costly = Costly(build(config, setting))
+        self.account = Account()
+        self._calibrations: dict[tuple[str, ...], Calibration] = {}
+        self._trees: list[list[Guess]] = []  # of the step under way, by row
+        self._asked_costly: float | None = None  # seconds that it took in this step
+
+    # ------------------------------------------------------------------------------ proposing
+
+    def propose(self, batch: Batch) -> Draft | None:
+        drafts = {name: self._ask(name, drafter, batch) for name, drafter in [*self.cheap.items()]}
+        self._trees = self._merged(drafts, batch)
+        self._asked_costly = None
+        if self.costly and self.costly.pays(batch, promised(self._trees, batch)):
+            start = time.perf_counter()
+            drafts["draft_model"] = self._ask("draft_model", self.costly.drafter, batch)
+            self._asked_costly = time.perf_counter() - start
+            self._trees = self._merged(drafts, batch)
+        trees = [[(guess.token, guess.parent) for guess in tree] for tree in self._trees]
+        if not any(trees):
+            return None
+        claims = [[guess.worth for guess in tree] for tree in self._trees]
+        return Draft.trees(batch.roots, trees, None if self.forced else claims)
+
+    def _ask(self, name: str, drafter: Drafter, batch: Batch) -> Draft | None:
+        """One that fails is left out from then on; the others go on."""
+        try:
+            return drafter.propose(batch)
+        except Exception as fault:
+            self._leave_out(name, fault)
+            return None
+
+    def _leave_out(self, name: str, fault: Exception) -> None:
+        if self.cheap.pop(name, None) is None:
+            self.costly = None
+        said = f"drafter {name} failed and is left out: {type(fault).__name__}: {fault}"
+        warnings.warn(said, DrafterFaultWarning, stacklevel=2)
+
+    def _merged(self, drafts: dict[str, Draft | None], batch: Batch) -> list[list[Guess]]:
+        return [
+            self._chosen(union({name: d for name, d in drafts.items() if d is not None}, row))
+            for row in range(len(batch.sequences))
+        ]
+
+    def _chosen(self, guesses: list[Guess]) -> list[Guess]:
+        """The likeliest of them, parents first, each worth what such guesses turned out to be."""
+        left = [1.0]  # by node: what its children can still claim
+        for guess in guesses:
+            calibration = self._calibrations.setdefault(guess.names, Calibration())
+            left.append(min(calibration(guess.claim), left[guess.parent]))
+        # Of siblings the likelier has the first say; together they are no likelier than one.
+        worth = list(left)
+        for index in sorted(range(1, len(worth)), key=lambda i: (guesses[i - 1].depth, -worth[i])):
+            parent = guesses[index - 1].parent
+            left[index] = worth[index] = min(worth[index], left[parent])
+            left[parent] -= worth[index]
+        ranked = sorted(range(1, len(worth)), key=lambda i: (-worth[i], i))[: self.most]
+        place, chosen = {0: 0}, list[Guess]()
+        for index in sorted(ranked):
+            guess = guesses[index - 1]
+            if guess.parent in place:
+                place[index] = len(chosen) + 1
+                parent = place[guess.parent]
+                chosen.append(replace(guess, parent=parent, worth=worth[index]))
+        return chosen
+
+    # ------------------------------------------------------------------------------- learning
+
+    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+        for name, drafter in [*self.cheap.items()]:
+            try:
+                drafter.learn(batch, verdict, scores)
+            except Exception as fault:
+                self._leave_out(name, fault)
+        if self.costly and self._asked_costly is not None and scores.draft is not None:
+            texts = len(batch.sequences)
+            gain = sum(len(path) - 1 for path in verdict.paths) / texts
+            self.costly.note(self._asked_costly, gain, scores.draft.parents.shape[1])
+        for row, tree in enumerate(self._trees):
+            self._note(tree, verdict.tokens[row], len(verdict.paths[row]) - 1, scores.draft, row)
+
+    def _note(
+        self, tree: list[Guess], said: list[int], kept: int, draft: Draft | None, row: int
+    ) -> None:
+        scored = set() if draft is None else paths(draft, row)
+        came: list[bool | None] = [True]
+        walked: list[tuple[int, ...]] = [()]
+        for guess in tree:
+            before, index = came[guess.parent], guess.depth - 1
+            known = before is not True or index < len(said)
+            now = before and said[index] == guess.token if known else None
+            came.append(now)
+            walked.append((*walked[guess.parent], guess.token))
+            if now is not None:  # what lies beyond the target's own token is not known
+                self._calibrations.setdefault(guess.names, Calibration()).note(guess.claim, now)
+            if walked[-1] in scored:
+                label = "+".join(guess.names)
+                self.account.scored[label] += 1
+                self.account.kept[label] += bool(now) and guess.depth <= kept
+
+    def release(self, sequence: Sequence) -> None:
+        for drafter in self.cheap.values():
+            drafter.release(sequence)
+        if self.costly:
+            self.costly.drafter.release(sequence)
+
+
+def promised(trees: Seq[Seq[Guess]], batch: Batch) -> float:
+    """Tokens a second that the best width of these trees promises."""
+    if batch.price is None:
+        return 0.0
+    texts, best = len(trees), 0.0
+    ranked = [sorted((guess.worth for guess in tree), reverse=True) for tree in trees]
+    for width in range(1, 2 + max(map(len, ranked), default=0)):
+        gain = texts + sum(sum(row[: width - 1]) for row in ranked)
+        best = max(best, gain / batch.price.of(texts * width))
+    return best
+
+
+def union(drafts: dict[str, Draft], row: int) -> list[Guess]:
+    """All nodes of some trees, each path once, parents first."""
+    found: list[Guess] = []
+    known: dict[tuple[int, int], int] = {}  # (parent, token) -> index of the node
+    for name, draft in drafts.items():
+        place = [0]
+        for node in range(1, draft.sizes[row]):
+            parent, token = place[draft.above[row][node]], draft.rows[row][node]
+            claim = draft.claims[row][node - 1] if draft.claims else 0.5
+            index = known.get((parent, token))
+            if index is None:
+                depth = found[parent - 1].depth + 1 if parent else 1
+                found.append(Guess(token, parent, depth, (name,), claim))
+                index = known[parent, token] = len(found)
+            elif name not in (guess := found[index - 1]).names:
+                guess.names = (*guess.names, name)
+                guess.claim = 1 - (1 - guess.claim) * (1 - claim)
+            place.append(index)
+    return found
+
+
+def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
+    """The tokens from the root to every node."""
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, draft.sizes[row]):
+        found.append((*found[draft.above[row][node]], draft.rows[row][node]))
+    return set(found)

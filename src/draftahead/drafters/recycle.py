@@ -1,0 +1,162 @@
+"""Token recycling (Luo et al., arXiv 2408.08696): after each token it verifies, the target has an
+opinion of what could follow; the best few are remembered for the next time that token comes up.
+
+What was remembered of one request drafts for no other, unless they name the same scope. What the
+target says after each token by itself is nobody's text: such a table may be given as a start
+(`scripts/successors.py` makes it; the one for smollm2 is in the package).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.errors import ConfigError
+from draftahead.rates import Rates
+from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
+
+KEPT = 4  # successors of a token
+MOST = 15  # guesses to choose from
+LEAST = 0.02  # likelihood below which a guess is not worth its row
+SCOPES = 64  # that are remembered; the one longest unused goes first
+# Before anything was seen: how often the first, second, ... successor comes true, if it was
+# remembered from a text, and if it stands in the table.
+FIRST = {True: (0.45, 0.15, 0.08, 0.05), False: (0.25, 0.10, 0.06, 0.04)}
+
+Memory = dict[int, list[int]]  # token -> its successors, the likeliest first
+
+
+class Kind(NamedTuple):
+    remembered: bool  # or from the table
+    rank: int
+
+
+class Node(NamedTuple):
+    token: int
+    parent: int
+    depth: int
+    kind: Kind
+    likely: float  # that it is reached and right
+
+
+@register("recycle")
+class Recycle(Drafter):
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        num_speculative_tokens: int | None = None,
+        successors: str | Path | None = None,
+    ) -> None:
+        """Without a number of guesses, the policy takes as many as pay."""
+        self.forced = num_speculative_tokens is not None
+        self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
+        file = successors or setting.successors
+        self.table = read_table(file, setting.vocabulary) if file else {}
+        self.rates: Rates[Kind] = Rates(
+            lambda kind: FIRST[kind.remembered][kind.rank], worth=16.0, fade=0.99
+        )
+        self._own: dict[int, Memory] = {}  # by sequence
+        self._shared: OrderedDict[str, Memory] = OrderedDict()  # by scope
+        self._drafts: dict[int, list[Node]] = {}  # by sequence
+
+    def propose(self, batch: Batch) -> Draft | None:
+        trees, claims = [], []
+        for sequence, room in zip(batch.sequences, batch.rooms, strict=True):
+            nodes = self._grow(sequence, room) if room else []
+            self._drafts[sequence.id] = nodes
+            trees.append([(node.token, node.parent) for node in nodes])
+            claims.append([node.likely for node in nodes])
+        if not any(trees):
+            return None
+        return Draft.trees(batch.roots, trees, None if self.forced else claims)
+
+    def _grow(self, sequence: Sequence, room: int) -> list[Node]:
+        """The likeliest nodes below the root; parents first."""
+        memory, rates = self._memory(sequence), self.rates
+        order = itertools.count()  # the older of two equals first
+        heap: list[tuple[float, int, Node]] = []
+
+        def offer(token: int, parent: int, depth: int, likely: float) -> None:
+            remembered = token in memory
+            for rank, then in enumerate(memory.get(token) or self.table.get(token) or ()):
+                kind = Kind(remembered, rank)
+                chance = likely * rates[kind]
+                if chance >= LEAST:
+                    node = Node(then, parent, depth, kind, chance)
+                    heapq.heappush(heap, (-chance, next(order), node))
+
+        offer(sequence.tokens[-1], 0, 1, 1.0)
+        chosen: list[Node] = []
+        while heap and len(chosen) < self.most:
+            node = heapq.heappop(heap)[2]
+            chosen.append(node)
+            if node.depth < room:
+                offer(node.token, len(chosen), node.depth + 1, node.likely)
+        return chosen
+
+    def _memory(self, sequence: Sequence) -> Memory:
+        scope = sequence.request.scope
+        if scope is None:
+            return self._own.setdefault(sequence.id, {})
+        found = self._shared.setdefault(scope, {})
+        self._shared.move_to_end(scope)
+        if len(self._shared) > SCOPES:
+            self._shared.popitem(last=False)
+        return found
+
+    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+        draft = scores.draft
+        if draft is None:
+            return
+        found = scores.top
+        if found is None:
+            found = scores.logits.topk(min(KEPT, scores.logits.shape[-1])).indices
+        tops = found.tolist()
+        for row, sequence in enumerate(batch.sequences):
+            self._note_what_came(sequence, verdict.tokens[row])
+            memory, tokens = self._memory(sequence), draft.rows[row]
+            path = verdict.paths[row]
+            guesses = sorted(set(range(draft.sizes[row])) - set(path))
+            for node in [*guesses, *path]:  # what became text has the last word
+                if tops[row][node][0] >= 0:  # there are logits to speak of
+                    memory[tokens[node]] = tops[row][node]
+
+    def _note_what_came(self, sequence: Sequence, said: list[int]) -> None:
+        """At each node that the walk reached, every successor was right or was not."""
+        nodes, at = self._drafts.get(sequence.id, []), 0
+        for token in said:
+            went = -1
+            for index, node in enumerate(nodes, start=1):
+                if node.parent == at:
+                    self.rates.note(node.kind, node.token == token)
+                    went = index if node.token == token else went
+            if went == -1:
+                return
+            at = went
+
+    def release(self, sequence: Sequence) -> None:
+        self._own.pop(sequence.id, None)
+        self._drafts.pop(sequence.id, None)
+
+
+def read_table(file: str | Path, vocabulary: int) -> Mapping[int, list[int]]:
+    """token -> successors, as scripts/successors.py writes them."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(file)["successors"].long()
+    except (OSError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"{file} is no table of successors: {error}") from None
+    fits = found.ndim == 2 and len(found) == vocabulary
+    if not fits or int(found.min()) < 0 or int(found.max()) >= vocabulary:
+        raise ConfigError(f"{file} is a table for another vocabulary than one of {vocabulary}")
+    return dict(enumerate(found[:, :KEPT].tolist()))
+
+

@@ -1,0 +1,51 @@
+"""How often guesses of some kind came true, lately."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Kind = TypeVar("Kind")
+
+
+class Rates(Generic[Kind]):
+    """Shares of successes by kind. A first opinion counts as a few guesses; old ones fade."""
+
+    def __init__(self, first: Callable[[Kind], float], *, worth: float, fade: float) -> None:
+        self._first, self._worth, self._fade = first, worth, fade
+        self._right: dict[Kind, float] = {}
+        self._seen: dict[Kind, float] = {}
+
+    def __getitem__(self, kind: Kind) -> float:
+        if kind not in self._seen:
+            return self._first(kind)
+        return self._right[kind] / self._seen[kind]
+
+    def note(self, kind: Kind, came_true: bool) -> None:
+        worth = self._worth
+        self._right[kind] = self._right.get(kind, worth * self._first(kind)) * self._fade + came_true
+        self._seen[kind] = self._seen.get(kind, worth) * self._fade + 1
+
+    def seen(self) -> dict[Kind, tuple[float, float]]:
+        """(share, weight) of every kind that was noted; the weight of the first opinion included."""
+        return {kind: (self[kind], self._seen[kind]) for kind in self._seen}
+
+
+BINS = 10  # of likelihood
+
+
+class Calibration:
+    """What claims are worth: of guesses said to be this likely, how many came true."""
+
+    def __init__(self) -> None:
+        self.rates: Rates[int] = Rates(lambda bin_: (bin_ + 0.5) / BINS, worth=4.0, fade=0.98)
+
+    def __call__(self, claim: float) -> float:
+        return self.rates[_bin(claim)]
+
+    def note(self, claim: float, came_true: bool) -> None:
+        self.rates.note(_bin(claim), came_true)
+
+
+def _bin(claim: float) -> int:
+    return min(BINS - 1, max(0, int(claim * BINS)))
