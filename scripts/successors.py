@@ -1,9 +1,10 @@
-"""Makes the table that the drafter `recycle` starts from: what a model says after each token alone.
+"""Makes the table that `recycle` starts from: what a model says after each token by itself.
 
-    python scripts/successors.py --model smollm2 --out src/draftahead/data/smollm2-successors.safetensors
+    python scripts/successors.py --model smollm2 --out FILE.safetensors
 
-Every token of the vocabulary follows the model's first token once, 63 of them in a pass, as children
-of one root. No text is involved but the model's own.
+Every token of the vocabulary follows the model's first token once, 63 of them in a pass, as
+children of one root: no text is involved. FILE is what the drafter's option `successors` takes;
+that of smollm2 is src/draftahead/data/smollm2-successors.safetensors.
 """
 
 from __future__ import annotations

@@ -80,7 +80,15 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     "suffix_guided": lambda target: "suffix",  # the policy decides how much is scored
     "recycle_guided": lambda target: "recycle",
     "auto_guided": lambda target: "auto",
-    "auto_with_model": lambda target: {"method": "auto", "model": zoo.tiny("llama", dtype=target.dtype, seed=1)},
+    "auto_with_model": lambda target: {
+        "method": "auto",
+        "model": zoo.tiny("llama", dtype=target.dtype, seed=1),
+    },
+    "draft_model_guided": lambda target: {
+        "method": "draft_model",
+        "model": zoo.tiny("llama", dtype=target.dtype, seed=1),
+    },
+    "draft_model_self_guided": lambda target: {"method": "draft_model", "model": target},
     "garbage": lambda target: Garbage(),
     "garbage_tree": lambda target: GarbageTree(),
     "draft_model_self": lambda target: {

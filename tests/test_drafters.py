@@ -78,7 +78,8 @@ def test_draft_model_by_path(tmp_path: Path, kind: Any) -> None:
 
 def test_draft_model_catches_up_after_steps_without_it() -> None:
     target = zoo.tiny("llama")
-    llm = LLM(target, drafter={"method": "draft_model", "model": zoo.tiny("llama")})
+    config = {"method": "draft_model", "model": zoo.tiny("llama"), "num_speculative_tokens": 5}
+    llm = LLM(target, drafter=config)
     drafter: Any = llm.engine.drafter
     real, calls = drafter.propose, []
 
@@ -96,7 +97,8 @@ def test_draft_model_with_a_shorter_context_than_the_target() -> None:
     """Rows that have outgrown it are not drafted for; the others are."""
     target, draft = zoo.tiny("llama"), zoo.tiny("llama")
     draft.config.max_position_embeddings = 32
-    llm = LLM(target, drafter={"method": "draft_model", "model": draft})
+    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": 5}
+    llm = LLM(target, drafter=config)
     long, short = zoo.ragged_prompts(1)[0] * 12, zoo.ragged_prompts(2)[1]
     outs = llm.generate([long, short], Sampling(temperature=0, max_tokens=16))
     assert [out.token_ids for out in outs] == [zoo.reference(target, p, 16) for p in (long, short)]

@@ -49,7 +49,9 @@ class Engine:
         self._flight: Flight | None = None
         self.policy = Policy()
         self._asked = False  # whether the drafter was, for the pass that is being launched
-        self._guided = False  # whether it leaves it to the policy how much is scored
+        self._guided = bool(getattr(drafter, "guided", False))  # whether the policy decides that
+        if self._guided and not target.one_shape:  # there every pass costs the same
+            self.policy.costs.survey(target.timed_pass, target.max_context)
 
     # ------------------------------------------------------------------ requests in and out
 
@@ -156,6 +158,8 @@ class Engine:
             claims += [(claim, node in path) for node, claim in enumerate(said, start=1)]
         texts, width = draft.parents.shape
         tokens = sum(map(len, verdict.tokens))
+        keys = sum(len(sequence.tokens) for sequence in flight.batch.sequences)
+        self.policy.costs.situate(texts, keys)  # a next pass may be under way, for other texts
         seconds = Spent(spent["draft_seconds"], spent["verify_seconds"])
         self.policy.note(texts, width, tokens, seconds, claims, asked=flight.guided)
 
@@ -163,6 +167,7 @@ class Engine:
         sequences = tuple(self.scheduler.running)
         most = self.target.max_nodes - 1
         rooms = [max(0, min(self.scheduler.room(s), self.target.room(s), most)) for s in sequences]
+        self.policy.costs.situate(len(sequences), sum(len(s.tokens) for s in sequences))
         dice = DraftDice(sequences, rooms, self.target.vocabulary, self.exact)
         return Batch(sequences, tuple(rooms), dice, self.exact, self.policy.costs)
 

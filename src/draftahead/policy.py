@@ -12,6 +12,8 @@ after a while, longer each time.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +21,9 @@ from typing import NamedTuple
 from draftahead.rates import Calibration
 
 SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
+SURVEY = 0.5  # seconds that measuring at the start may take, but for the pass it is in
+SURVEY_TURNS = 4
+SURVEYED_KEYS = 1024
 WARM_UP = 3  # passes of a width of which the quickest counts
 PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to the width
 LOSS = 0.02  # of the run's time that drafting may cost before it pauses
@@ -26,7 +31,7 @@ PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 
 
 class Costs:
-    """Seconds of a pass by the rows it scores, and of drafting.
+    """Seconds of a pass by the rows it scores and the keys it reads, and of drafting.
 
     A shared machine is slower in one minute than in the next, for every width alike: most of a
     surprise is laid to the minute, the rest to the width.
@@ -34,14 +39,43 @@ class Costs:
 
     def __init__(self) -> None:
         self._pace = 1.0
-        self._shape: dict[int, float] = {}  # by rows, at that pace
+        self._shape: dict[int, float] = {}  # by rows, at that pace, keys aside
         self._seen: dict[int, int] = {}
+        self._a_key = self._a_row_and_key = 0.0  # reading it once, and its share in each row
+        self._texts, self._keys = 1, 0
         self.drafting = 0.0  # a step
+
+    def survey(self, timed: Callable[[int, int], float], room: int) -> None:
+        """Measures this machine before the first step: `timed(rows, keys)` runs a pass over so many
+        rows behind so many keys, no more than `room`. What there is no time for is seen later."""
+        start, keys = time.perf_counter(), min(SURVEYED_KEYS, room)
+        places = [(1, 0), (8, 0), (1, keys), (8, keys), (16, 0), (4, 0), (2, 0)]
+        taken: dict[tuple[int, int], float] = {}
+        # Turn by turn, and the quickest of each: a first pass may compile or record, and what a
+        # busy machine does meanwhile should not fall on one width.
+        for rows, behind in places * SURVEY_TURNS:
+            if time.perf_counter() - start > SURVEY:
+                break
+            seconds = timed(rows, behind)
+            taken[rows, behind] = min(taken.get((rows, behind), math.inf), seconds)
+        for (rows, behind), seconds in taken.items():
+            if not behind:
+                self._shape[rows], self._seen[rows] = seconds, WARM_UP
+        if (8, keys) in taken and keys:
+            one = max(0.0, taken[1, keys] - taken[1, 0]) / keys
+            eight = max(0.0, taken[8, keys] - taken[8, 0]) / keys
+            self._a_row_and_key = max(0.0, eight - one) / 7
+            self._a_key = max(0.0, one - self._a_row_and_key)
+
+    def situate(self, texts: int, keys: int) -> None:
+        """The batch that passes are for now: how many texts, and the keys of all of them."""
+        self._texts, self._keys = texts, keys
 
     def note_pass(self, rows: int, seconds: float) -> None:
         self._seen[rows] = self._seen.get(rows, 0) + 1
         if self._seen[rows] <= WARM_UP:  # the first passes of a width may compile or record
-            self._shape[rows] = min(self._shape.get(rows, math.inf), seconds / self._pace)
+            bare = max(0.1 * seconds, seconds - self._pace * self._attending(rows))
+            self._shape[rows] = min(self._shape.get(rows, math.inf), bare / self._pace)
             return
         surprise = min(4.0, max(0.25, seconds / self.of(rows)))
         self._pace *= surprise**PACE
@@ -51,18 +85,28 @@ class Costs:
         self.drafting = seconds if not self.drafting else 0.8 * self.drafting + 0.2 * seconds
 
     def of(self, rows: int) -> float:
+        """For this many rows of the batch as it is now."""
+        return self._pace * (self._bare(rows) + self._attending(rows))
+
+    def _attending(self, rows: int) -> float:
+        return self._keys * (self._a_key + self._a_row_and_key * rows / self._texts)
+
+    def _bare(self, rows: int) -> float:
         """As seen, or on the line between its neighbours; beyond them by the first opinion."""
         shape = self._shape
         if rows in shape:
-            return self._pace * shape[rows]
+            return shape[rows]
         below = max((n for n in shape if n < rows), default=None)
         above = min((n for n in shape if n > rows), default=None)
         if below is not None and above is not None:
             share = (rows - below) / (above - below)
-            return self._pace * ((1 - share) * shape[below] + share * shape[above])
+            return (1 - share) * shape[below] + share * shape[above]
         near = below or above or 1
-        known = shape.get(near, 1.0)
-        return self._pace * known * (1 + SLOPE * (rows - 1)) / (1 + SLOPE * (near - 1))
+        return shape.get(near, 1.0) * (1 + SLOPE * (rows - 1)) / (1 + SLOPE * (near - 1))
+
+    def curve(self) -> dict[int, float]:
+        """Seconds by rows, for what has been seen or measured."""
+        return {rows: self.of(rows) for rows in sorted(self._shape)}
 
 
 @dataclass
@@ -137,4 +181,3 @@ class Spent(NamedTuple):
 
 
 Claims = Seq[tuple[float, bool]]  # how likely a node was said to be, and whether it was kept
-

@@ -23,11 +23,13 @@ class Rates(Generic[Kind]):
 
     def note(self, kind: Kind, came_true: bool) -> None:
         worth = self._worth
-        self._right[kind] = self._right.get(kind, worth * self._first(kind)) * self._fade + came_true
+        self._right[kind] = (
+            self._right.get(kind, worth * self._first(kind)) * self._fade + came_true
+        )
         self._seen[kind] = self._seen.get(kind, worth) * self._fade + 1
 
     def seen(self) -> dict[Kind, tuple[float, float]]:
-        """(share, weight) of every kind that was noted; the weight of the first opinion included."""
+        """(share, weight) of every kind that was noted, its first opinion included."""
         return {kind: (self[kind], self._seen[kind]) for kind in self._seen}
 
 

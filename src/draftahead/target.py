@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -112,6 +113,18 @@ class Target:
         for row in range(len(batch.sequences)):
             path = verdict.paths[row]
             self.passes.cache.keep(row, path, [tokens[row][node] for node in path])
+
+    def timed_pass(self, rows: int, keys: int) -> float:
+        """Seconds of a pass over so many rows behind so many keys, of no text. For idle caches."""
+        held = self.passes.cache.contents[0]
+        held[:] = [0] * keys
+        nodes = torch.zeros(1, rows, dtype=torch.long)
+        self.passes.synchronize()
+        start = time.perf_counter()
+        self.passes.run(nodes)
+        self.passes.synchronize()
+        held.clear()
+        return time.perf_counter() - start
 
     # ---------------------------------------------------------------------------- replay
 

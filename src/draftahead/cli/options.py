@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from draftahead.types import Sampling
 
 Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.", show_default=True)]
-Drafter = Annotated[str | None, typer.Option(help="auto, suffix, recycle, lookup, draft_model or none.")]
+Drafter = Annotated[
+    str | None, typer.Option(help="auto, suffix, recycle, lookup, draft_model or none.")
+]
 DraftModel = Annotated[str | None, typer.Option(help="The model that drafts.")]
 SpeculativeConfig = Annotated[
     str | None, typer.Option(help="The drafter as JSON, with vLLM's keys.", metavar="JSON")

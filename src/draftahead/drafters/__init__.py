@@ -22,7 +22,11 @@ from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Three verbs. Subclass it to inherit the last two."""
+    """Three verbs. Subclass it to inherit the last two.
+
+    One that says how likely its guesses are (`Draft.claims`), or that has an attribute `guided`
+    that is true, leaves it to the policy whether it is asked.
+    """
 
     def propose(self, batch: Batch) -> Draft | None:
         """Guesses for each row, no deeper than `batch.rooms`; None for no guess at all.
@@ -32,7 +36,9 @@ class Drafter(Protocol):
         """
 
     def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
-        """What became of the draft. `batch.sequences` do not hold the new tokens yet."""
+        """What became of the draft, and how the target scored `scores.draft`, the part of it that
+        was worth a pass. `batch.sequences` do not hold the new tokens yet. Not called for steps
+        that no guesses were asked for."""
 
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended; forget what was kept for it."""

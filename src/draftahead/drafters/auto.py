@@ -91,7 +91,7 @@ class Auto(Drafter):
         model: Any = None,
         shared_tokens: int = 0,
     ) -> None:
-        self.forced = num_speculative_tokens is not None
+        self.guided = num_speculative_tokens is None
         self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
         self.cheap: dict[str, Drafter] = {
             "suffix": build({"method": "suffix", "shared_tokens": shared_tokens}, setting),
@@ -123,7 +123,7 @@ class Auto(Drafter):
         if not any(trees):
             return None
         claims = [[guess.worth for guess in tree] for tree in self._trees]
-        return Draft.trees(batch.roots, trees, None if self.forced else claims)
+        return Draft.trees(batch.roots, trees, claims if self.guided else None)
 
     def _ask(self, name: str, drafter: Drafter, batch: Batch) -> Draft | None:
         """One that fails is left out from then on; the others go on."""

@@ -1,5 +1,10 @@
 """A small model of the same vocabulary drafts (Leviathan et al., arXiv 2211.17192).
 
+Asked for a number of guesses, it draws a chain of so many. Left to itself it goes as far as its
+time pays: greedily it grows a tree, where it goes on from the nodes that its own probabilities
+make the likeliest (after EAGLE-2, Li et al., arXiv 2406.16858); where tokens are sampled it draws a
+chain, as deep as chains have lately been accepted.
+
 It keeps a cache of its own and compares that with the text at every step: what the target
 accepted of its own guesses is already there, the rest it feeds itself. So it can be skipped,
 switched off or faulty for a while and still be right the next time.
@@ -7,6 +12,8 @@ switched off or faulty for a while and still be right the next time.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +23,26 @@ from torch import Tensor
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError, VocabularyMismatchError
 from draftahead.passes import CachedModel
+from draftahead.rates import Rates
 from draftahead.sampling import placed
 from draftahead.support import context_limit
-from draftahead.types import Batch, Dice, Draft
+from draftahead.types import Batch, Dice, Draft, Scores, Verdict
 
 UNNAMED = -1  # in place of a token that only the device knows
+DEEPEST = 8  # levels, where the number is left to it
+A_LEVEL = 2  # nodes of a tree that it goes on from at each level
+CHILDREN = 4  # of each of them
+LEAST = 0.02  # likelihood below which a guess is not worth its row
+GOOD = 0.7  # chance that the next level holds a right guess, before that is known
 
 
 @register("draft_model")
 class DraftModel(Drafter):
     def __init__(
-        self, setting: Setting, *, model: Any = None, num_speculative_tokens: int = 5
+        self, setting: Setting, *, model: Any = None, num_speculative_tokens: int | None = None
     ) -> None:
-        self.count = positive("num_speculative_tokens", num_speculative_tokens)
+        self.guided = num_speculative_tokens is None
+        self.count = positive("num_speculative_tokens", num_speculative_tokens or DEEPEST)
         if model is None:
             raise ConfigError("drafter 'draft_model' needs 'model': the name or path of a model")
         tokenizer = None
@@ -41,24 +55,39 @@ class DraftModel(Drafter):
             model,
             max_batch=setting.max_batch,
             max_context=min(setting.max_context, context_limit(model)),
-            spare=self.count + 1,
+            spare=1 + A_LEVEL * self.count if self.guided else self.count + 1,
         )
+        self.vocabulary = min(setting.vocabulary, self.passes.vocabulary)
         # Ids in the target's padding are none of ours; a wrong guess follows, no more.
         self._is_larger = setting.vocabulary > self.passes.vocabulary
         self.rows: list[int] = [-1] * setting.max_batch  # which sequence each cache row is for
         # Whose draws the rows' contents end with, still unnamed, and from where on.
         self._fed: tuple[Dice, list[int]] | None = None
+        self._level_seconds = 0.0  # of one more level, as of late
+        self._accepted: Rates[int] = Rates(lambda depth: GOOD, worth=4.0, fade=0.95)  # by depth
+        self._drawn: list[int] = []  # depth of each row's chain in the step under way
 
     def propose(self, batch: Batch) -> Draft | None:
         most = self.passes.max_context
         fits = [len(sequence.tokens) + self.count <= most for sequence in batch.sequences]
-        count = min(self.count, max(batch.rooms))
-        if count < 1 or not any(fits):
+        if not any(batch.rooms) or not any(fits):
             return None
         self._name_what_was_fed()
+        self._drawn = []
+        greedy = all(sequence.sampling.greedy for sequence in batch.sequences)
+        if self.guided and greedy and not any(s.has_processors for s in batch.sequences):
+            return self._grow(batch, fits)
+        self._draw(batch, fits)
+        return None  # the dice hold the draft
+
+    # --------------------------------------------------------------------------------- chains
+
+    def _draw(self, batch: Batch, fits: list[bool]) -> None:
+        count = min(self._depth(batch) if self.guided else self.count, max(batch.rooms))
         logits, best = self._catch_up(batch, fits)
         self._fed = batch.dice, [len(self.passes.cache.contents[row]) for row in range(len(fits))]
         going = None if all(fits) else torch.tensor(fits)
+        start = time.perf_counter()
         for depth in range(count):
             tokens = batch.dice.draw(logits, going, best)
             if depth + 1 < count:
@@ -67,7 +96,89 @@ class DraftModel(Drafter):
                 logits, best = self._last(self.passes.run(tokens[:, None]))
                 for row in range(len(fits)):
                     self.passes.cache.contents[row].append(UNNAMED)
-        return None  # the dice hold the draft
+        if self.guided:
+            self.passes.synchronize()  # or its time would be taken for the target's
+            if count > 1:
+                self._note_level((time.perf_counter() - start) / (count - 1))
+            self._drawn = [
+                min(count, room) if fit else 0 for room, fit in zip(batch.rooms, fits, strict=True)
+            ]
+
+    def _depth(self, batch: Batch) -> int:
+        """How many levels promise the most tokens a second, known before anything is drawn."""
+        if batch.price is None:
+            return self.count
+        texts, reached, tokens = len(batch.sequences), 1.0, 1.0
+        best, best_rate = 1, 0.0
+        for depth in range(1, self.count + 1):
+            reached *= self._accepted[depth]
+            tokens += reached
+            seconds = batch.price.of(texts * (1 + depth)) + depth * self._level_seconds
+            if tokens / seconds > best_rate:
+                best, best_rate = depth, tokens / seconds
+        return best
+
+    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+        for drawn, path in zip(self._drawn, verdict.paths, strict=False):
+            kept = len(path) - 1
+            for depth in range(1, min(kept + 1, drawn) + 1):  # beyond the first miss nobody knows
+                self._accepted.note(depth, depth <= kept)
+
+    def _note_level(self, seconds: float) -> None:
+        known = self._level_seconds
+        self._level_seconds = seconds if not known else 0.8 * known + 0.2 * seconds
+
+    # ---------------------------------------------------------------------------------- trees
+
+    def _grow(self, batch: Batch, fits: list[bool]) -> Draft | None:
+        logits, _ = self._catch_up(batch, fits)
+        for row in range(len(fits)):
+            self.passes.cache.contents[row].pop()  # the root, which the trees hang from
+        trees = [Tree(root) for root in batch.roots]
+        rooms = [room if fit else 0 for room, fit in zip(batch.rooms, fits, strict=True)]
+        self._branch(trees, [[0]] * len(trees), logits[:, None], rooms)
+        for _ in range(self.count - 1):
+            frontier = [tree.frontier(room) for tree, room in zip(trees, rooms, strict=True)]
+            if not self._pays(trees, frontier, batch):
+                break
+            start = time.perf_counter()
+            for tree, nodes in zip(trees, frontier, strict=True):
+                tree.expanded += nodes
+            width = max(len(tree.expanded) for tree in trees)
+            tokens = torch.tensor([tree.block(width) for tree in trees])
+            parents = torch.tensor([tree.block_parents(width) for tree in trees])
+            tokens = tokens.clamp(max=self.passes.vocabulary - 1)
+            logits = self.passes.run(tokens, parents=parents)
+            self._branch(trees, frontier, logits, rooms)
+            self._note_level(time.perf_counter() - start)
+        if not any(tree.tokens[1:] for tree in trees):
+            return None
+        guesses = [list(zip(t.tokens[1:], t.parents[1:], strict=True)) for t in trees]
+        return Draft.trees(batch.roots, guesses, [tree.likely[1:] for tree in trees])
+
+    def _branch(
+        self, trees: list[Tree], frontier: list[list[int]], logits: Tensor, rooms: list[int]
+    ) -> None:
+        """Children for the nodes that the pass has just been over; reads back once."""
+        law = logits[..., : self.vocabulary].float().softmax(-1)
+        likely, tokens = law.topk(min(CHILDREN, self.vocabulary))
+        found = torch.cat([likely, tokens.to(likely)], -1).tolist()
+        for row, (tree, room) in enumerate(zip(trees, rooms, strict=True)):
+            for node in frontier[row]:
+                if tree.depths[node] < room:
+                    tree.add(node, found[row][tree.expanded.index(node)])
+
+    def _pays(self, trees: list[Tree], frontier: list[list[int]], batch: Batch) -> bool:
+        """Whether one more level promises more than it takes."""
+        reached = sum(
+            tree.likely[node] for tree, nodes in zip(trees, frontier, strict=True) for node in nodes
+        )
+        if not reached or batch.price is None:
+            return bool(reached)
+        a_token = batch.price.of(len(trees)) / len(trees)
+        return GOOD * reached * a_token > self._level_seconds
+
+    # ---------------------------------------------------------------------------- what it reads
 
     def _name_what_was_fed(self) -> None:
         """Drawn tokens are fed on before the host knows them; by the next step it does."""
@@ -117,6 +228,49 @@ class DraftModel(Drafter):
                 self.passes.cache.swap_rows(at, row)
                 self.rows[at] = self.rows[row]
             self.rows[row] = sequence
+
+
+@dataclass
+class Tree:
+    """One text's guesses while they grow. Node 0 is the root."""
+
+    root: int
+    tokens: list[int] = field(init=False)
+    parents: list[int] = field(default_factory=lambda: [-1])
+    depths: list[int] = field(default_factory=lambda: [0])
+    likely: list[float] = field(default_factory=lambda: [1.0])  # reached and right, as we think
+    expanded: list[int] = field(default_factory=lambda: [0])  # the nodes it went on from
+
+    def __post_init__(self) -> None:
+        self.tokens = [self.root]
+
+    def add(self, node: int, found: list[float]) -> None:
+        """Children of a node: likelihoods, and behind them the tokens."""
+        half = len(found) // 2
+        for chance, token in zip(found[:half], found[half:], strict=True):
+            if self.likely[node] * chance >= LEAST:
+                self.tokens.append(int(token))
+                self.parents.append(node)
+                self.depths.append(self.depths[node] + 1)
+                self.likely.append(self.likely[node] * chance)
+
+    def frontier(self, room: int) -> list[int]:
+        """The likeliest nodes that can have children and have none."""
+        leaves = [
+            node
+            for node in range(1, len(self.tokens))
+            if node not in self.expanded and self.depths[node] < room
+        ]
+        return sorted(sorted(leaves, key=lambda node: -self.likely[node])[:A_LEVEL])
+
+    def block(self, width: int) -> list[int]:
+        tokens = [self.tokens[node] for node in self.expanded]
+        return tokens + [self.root] * (width - len(tokens))
+
+    def block_parents(self, width: int) -> list[int]:
+        place = {node: index for index, node in enumerate(self.expanded)}
+        parents = [place.get(self.parents[node], -1) for node in self.expanded]
+        return parents + [0] * (width - len(parents))
 
 
 def check_vocabulary(setting: Setting, tokenizer: Any, size: int) -> None:

@@ -54,7 +54,7 @@ class Recycle(Drafter):
         successors: str | Path | None = None,
     ) -> None:
         """Without a number of guesses, the policy takes as many as pay."""
-        self.forced = num_speculative_tokens is not None
+        self.guided = num_speculative_tokens is None
         self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
         file = successors or setting.successors
         self.table = read_table(file, setting.vocabulary) if file else {}
@@ -74,7 +74,7 @@ class Recycle(Drafter):
             claims.append([node.likely for node in nodes])
         if not any(trees):
             return None
-        return Draft.trees(batch.roots, trees, None if self.forced else claims)
+        return Draft.trees(batch.roots, trees, claims if self.guided else None)
 
     def _grow(self, sequence: Sequence, room: int) -> list[Node]:
         """The likeliest nodes below the root; parents first."""
@@ -158,5 +158,3 @@ def read_table(file: str | Path, vocabulary: int) -> Mapping[int, list[int]]:
     if not fits or int(found.min()) < 0 or int(found.max()) >= vocabulary:
         raise ConfigError(f"{file} is a table for another vocabulary than one of {vocabulary}")
     return dict(enumerate(found[:, :KEPT].tolist()))
-
-

@@ -55,7 +55,7 @@ class Suffix(Drafter):
         shared_tokens: int = 0,
     ) -> None:
         """Without a number of guesses, the policy takes as many as pay."""
-        self.forced = num_speculative_tokens is not None
+        self.guided = num_speculative_tokens is None
         self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
         if not isinstance(shared_tokens, int) or shared_tokens < 0:
             raise ConfigError(f"shared_tokens must be 0 (off) or more, not {shared_tokens!r}")
@@ -76,7 +76,7 @@ class Suffix(Drafter):
             claims.append([node.likely for node in reading.draft])
         if not any(trees):
             return None
-        return Draft.trees(batch.roots, trees, None if self.forced else claims)
+        return Draft.trees(batch.roots, trees, claims if self.guided else None)
 
     def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
         """At each node that the walk reached, the likeliest child was right or was not."""

@@ -67,7 +67,17 @@ class Pass(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "real")),
         *(
             (name, ctypes.c_void_p)
-            for name in ["lengths", "depths", "ancestors", "cos", "sin", "x", "logits", "top", "scratch"]
+            for name in [
+                "lengths",
+                "depths",
+                "ancestors",
+                "cos",
+                "sin",
+                "x",
+                "logits",
+                "top",
+                "scratch",
+            ]
         ),
     )
 
