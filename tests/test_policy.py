@@ -152,14 +152,14 @@ def test_a_pause_grows_and_ends() -> None:
     policy = Policy()
     lengths = []
     for _ in range(4):
-        policy.guard.note(10.0, 1.0, drafted=True)
+        policy.guard.note(10.0, 1.0, a_pass=1.0, drafted=True)
         length = 0
         while policy.guard.closed():
             length += 1
         lengths.append(length)
     assert lengths == [16, 32, 64, 128]
-    policy.guard.note(1.0, 30.0, drafted=True)
-    policy.guard.note(100.0, 1.0, drafted=True)
+    policy.guard.note(1.0, 30.0, a_pass=1.0, drafted=True)
+    policy.guard.note(100.0, 1.0, a_pass=1.0, drafted=True)
     assert policy.guard.steps_left == 16
     assert 0 < LOSS < 0.05
 

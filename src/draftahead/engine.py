@@ -198,8 +198,9 @@ class Engine:
 
     def _propose(self, batch: Batch) -> Draft:
         """The drafter's guesses, or none. Whatever it does, the draft that comes out is sound."""
-        off = self._faults >= GIVE_UP_AFTER or self.policy.guard.closed()
-        self._asked = not off and any(batch.rooms)
+        paused = self.policy.guard.closed()
+        self.policy.tally.paused += paused
+        self._asked = not paused and self._faults < GIVE_UP_AFTER and any(batch.rooms)
         if not self._asked:
             return Draft.nothing(batch.roots)
         found: list[Draft | None] = [None]
@@ -215,12 +216,14 @@ class Engine:
         # What the dice have drawn is the draft, even if the drafter failed after the draw.
         draft = dice.draft() or found[0]
         if draft is None:
+            self.policy.tally.nothing += 1
             return Draft.nothing(batch.roots)
         draft = trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.one_shape)
         if draft.claims is None:
             return draft
         self._guided = True
         width = self.policy.width(draft.claims)
+        self.policy.tally.declined += width == 1
         return pruned(draft, batch, [likeliest(row, width) for row in draft.claims])
 
     def _guarded(self, call: Callable[[], None], *, counts: bool = False) -> None:

@@ -203,6 +203,11 @@ class LLM:
             raise sequence.error
         return self._completion(0, sequence)
 
+    def explain(self) -> list[str]:
+        """Why it drafted as it did, so far: a sentence each."""
+        reasons = getattr(self.engine.drafter, "reasons", list)
+        return [*self.engine.policy.reasons(), *reasons()]
+
     # ----------------------------------------------------------------------- requests, checked
 
     def encode(self, prompt: Prompt) -> list[int]:

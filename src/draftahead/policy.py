@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from draftahead.rates import Calibration
+from draftahead.rates import BINS, Calibration
 
 SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
 SURVEY = 0.5  # seconds that measuring at the start may take, but for the pass it is in
@@ -27,6 +28,7 @@ SURVEYED_KEYS = 1024
 WARM_UP = 3  # passes of a width of which the quickest counts
 PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to the width
 LOSS = 0.02  # of the run's time that drafting may cost before it pauses
+GRACE = 0.5  # of a pass, on top: one guess that fails is no reason
 PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 
 
@@ -113,22 +115,22 @@ class Costs:
 class Guard:
     """The account of what drafting gave and cost, in seconds against plain decoding."""
 
-    balance: float = 0.0
-    run: float = 0.0
+    balance: float = 0.0  # since the last pause began
+    run: float = 0.0  # likewise
     pause: int = PAUSE
     steps_left: int = 0  # of a pause
     pauses: int = 0
 
-    def note(self, seconds: float, plain_seconds: float, *, drafted: bool) -> None:
-        """A step, and what plain decoding would have taken for its tokens."""
+    def note(self, seconds: float, plain_seconds: float, *, a_pass: float, drafted: bool) -> None:
+        """A step, and what plain decoding would have taken for its tokens, and for one pass."""
         self.run += seconds
         if not drafted:
             return
         self.balance += plain_seconds - seconds
-        if self.balance < -LOSS * self.run:
+        if self.balance < -LOSS * self.run - GRACE * a_pass:
             self.steps_left, self.pauses = self.pause, self.pauses + 1
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
-            self.balance = 0.0  # what is lost is lost; a probe is judged by itself
+            self.balance = self.run = 0.0  # what is lost is lost; a probe is judged by itself
         elif self.balance > 0:
             self.pause = PAUSE
 
@@ -141,10 +143,24 @@ class Guard:
 
 
 @dataclass
+class Tally:
+    """What became of the steps, for whoever asks why."""
+
+    widths: Counter[int] = field(default_factory=Counter)  # nodes of a text that a pass scored
+    paused: int = 0  # the guard had drafting off
+    nothing: int = 0  # the drafter had no guess
+    declined: int = 0  # it had, and no width promised more than one
+    tokens: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0  # what these tokens would have taken without, at the going rate
+
+
+@dataclass
 class Policy:
     costs: Costs = field(default_factory=Costs)
     calibration: Calibration = field(default_factory=Calibration)
     guard: Guard = field(default_factory=Guard)
+    tally: Tally = field(default_factory=Tally)
 
     def width(self, claims: Seq[Seq[float]]) -> int:
         """How many rows a text to score. `claims` [b]: of each drafted node, that it is reached and
@@ -170,7 +186,49 @@ class Policy:
         for claim, came_true in claims:
             self.calibration.note(claim, came_true)
         plain = tokens / texts * self.costs.of(texts)
-        self.guard.note(spent.passing + spent.drafting, plain, drafted=asked)
+        a_pass = self.costs.of(texts)
+        self.guard.note(spent.passing + spent.drafting, plain, a_pass=a_pass, drafted=asked)
+        self.tally.widths[width] += 1
+        self.tally.tokens += tokens
+        self.tally.seconds += spent.passing + spent.drafting
+        self.tally.plain_seconds += plain
+
+    def reasons(self) -> list[str]:
+        """Why it drafted as it did, in words."""
+        curve = self.costs.curve()
+        if not curve or not self.tally.widths:
+            return ["nothing has been decoded yet"]
+        steps, tally = sum(self.tally.widths.values()), self.tally
+        rows = [n for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n <= max(curve)]
+        times = ", ".join(f"{1e3 * self.costs.of(n):.1f}" for n in rows)
+        found = [
+            f"a pass over {', '.join(map(str, rows))} rows takes {times} ms here, drafting "
+            f"{1e3 * self.costs.drafting:.1f} ms a step"
+        ]
+        worth = self.calibration.rates.seen()
+        if worth:
+            said = (
+                f"{bin_ / BINS:.1f}-{(bin_ + 1) / BINS:.1f} {share:.0%}"
+                for bin_, (share, _) in sorted(worth.items())
+            )
+            found.append("of guesses claimed to be so likely came true: " + ", ".join(said))
+        widths = ", ".join(f"{n} in {count}" for n, count in sorted(tally.widths.items()))
+        found.append(f"{steps} steps; nodes scored a text: {widths}")
+        plainly = (
+            (tally.nothing, "the drafter had no guess"),
+            (tally.declined, "no guess promised more tokens a second than it cost"),
+            (
+                tally.paused,
+                f"drafting was paused, {self.guard.pauses} times, after it had cost "
+                f"more than {LOSS:.0%} of the time",
+            ),
+        )
+        found += [f"{count} of them plain: {why}" for count, why in plainly if count]
+        speed = tally.plain_seconds / tally.seconds if tally.seconds else 1.0
+        found.append(
+            f"{tally.tokens / steps:.2f} tokens a step; by these times {speed:.2f}x of plain"
+        )
+        return found
 
 
 class Spent(NamedTuple):

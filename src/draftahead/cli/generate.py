@@ -41,6 +41,9 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Tell what drafting did.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Tell why it drafted as it did.")
+    ] = False,
     dtype: options.Dtype = None,
     device: options.Device = None,
     quantize: options.Quantize = None,
@@ -79,6 +82,10 @@ def generate(
         completion = show_stream(llm, asked, sampling)
     if stats:
         Console(stderr=True).print(stats_table(completion.stats))
+    if explain:
+        console = Console(stderr=True, highlight=False)
+        for reason in llm.explain():
+            console.print(f"- {reason}")
 
 
 def _standard_input() -> str:

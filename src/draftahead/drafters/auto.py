@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draftahead.drafters import Drafter, Setting, build, positive, register
@@ -73,14 +73,6 @@ class Costly:
         self.width += share * (width - self.width)
 
 
-@dataclass
-class Account:
-    """Of one kind of guess: how many were scored, and how many of them kept."""
-
-    scored: Counter[str] = field(default_factory=Counter)
-    kept: Counter[str] = field(default_factory=Counter)
-
-
 @register("auto")
 class Auto(Drafter):
     def __init__(
@@ -103,7 +95,8 @@ class Auto(Drafter):
             if num_speculative_tokens is not None:
                 config["num_speculative_tokens"] = num_speculative_tokens
             self.costly = Costly(build(config, setting))
-        self.account = Account()
+        self._scored: Counter[str] = Counter()  # guesses, by who proposed them
+        self._kept: Counter[str] = Counter()
         self._calibrations: dict[tuple[str, ...], Calibration] = {}
         self._trees: list[list[Guess]] = []  # of the step under way, by row
         self._asked_costly: float | None = None  # seconds that it took in this step
@@ -198,8 +191,21 @@ class Auto(Drafter):
                 self._calibrations.setdefault(guess.names, Calibration()).note(guess.claim, now)
             if walked[-1] in scored:
                 label = "+".join(guess.names)
-                self.account.scored[label] += 1
-                self.account.kept[label] += bool(now) and guess.depth <= kept
+                self._scored[label] += 1
+                self._kept[label] += bool(now) and guess.depth <= kept
+
+    def reasons(self) -> list[str]:
+        """Whose guesses were taken."""
+        by_name = [
+            f"{name} {self._kept[name]} of {scored}" for name, scored in self._scored.most_common()
+        ]
+        found = [f"guesses kept, by who proposed them: {', '.join(by_name)}"] if by_name else []
+        if self.costly:
+            found.append(
+                f"the draft model was asked {self.costly.asked} times, lately for "
+                f"{1e3 * self.costly.seconds:.1f} ms and {self.costly.gain:.2f} tokens a step"
+            )
+        return found
 
     def release(self, sequence: Sequence) -> None:
         for drafter in self.cheap.values():
