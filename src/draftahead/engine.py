@@ -110,7 +110,8 @@ class Engine:
         draft = flight.draft
         for row, sequence in enumerate(flight.batch.sequences):
             depths = tree.depths(draft.above[row])
-            sequence.stats.count(depths[1 : draft.sizes[row]], kept[row])
+            seconds = flight.clock.spent["verify_seconds"]
+            sequence.stats.count(depths[1 : draft.sizes[row]], kept[row], seconds)
             flight.clock.charge(sequence.stats)
         self._note(flight, verdict)
 

@@ -81,7 +81,6 @@ class LLM:
                 quantize_model(loaded)
             return loaded, its_tokenizer
 
-        name = str(model) if isinstance(model, str | Path) else ""
         if isinstance(model, str | Path):
             model, own_tokenizer = load(str(model))
             tokenizer = tokenizer or own_tokenizer
@@ -102,7 +101,7 @@ class LLM:
             max_batch=max_batch,
             max_context=target.max_context,
             load=load,
-            successors=hub.successors_of(name),
+            successors=hub.successors_of(model),
         )
         self._warn_of_unfollowed()
         self.engine = Engine(

@@ -133,6 +133,8 @@ class Stats:
     accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)  # by depth, from depth 1
     accepted_at: list[int] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)  # steps by the nodes scored, from 1 node
+    scored_seconds: list[float] = field(default_factory=list)  # and how long the target took
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # the target's pass, the acceptance rule, the cache
@@ -161,9 +163,15 @@ class Stats:
     def tokens_per_second(self) -> float:
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def count(self, drafted_depths: Seq[int], accepted: int) -> None:
-        """Takes note of one step: the depth of every drafted node, and how many were kept."""
+    def count(self, drafted_depths: Seq[int], accepted: int, seconds: float = 0.0) -> None:
+        """Takes note of one step: the depth of every drafted node, how many were kept, and how
+        long the target took."""
         self.steps += 1
+        nodes = 1 + len(drafted_depths)
+        self.scored.extend([0] * (nodes - len(self.scored)))
+        self.scored_seconds.extend([0.0] * (nodes - len(self.scored_seconds)))
+        self.scored[nodes - 1] += 1
+        self.scored_seconds[nodes - 1] += seconds
         self.drafted += len(drafted_depths)
         self.accepted += accepted
         deepest = max(drafted_depths, default=0)

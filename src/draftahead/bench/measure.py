@@ -78,16 +78,34 @@ def measure(
     return found
 
 
-def results_of(found: Measurement, plain: str) -> list[dict[str, Any]]:
+def results_of(
+    found: Measurement, plain: str, pass_ms: Callable[[int], float] | None = None
+) -> list[dict[str, Any]]:
     """One entry a side and task, `overall` included. A side's seconds are the sum over groups of
-    the median over turns; its spread is that of single turns over the whole set."""
+    the median over turns; its spread is that of single turns over the whole set. With `pass_ms`,
+    the time of a pass by its rows, also the worst prompt, by passes alone and free of noise."""
     tasks = list(dict.fromkeys(group.task for group in found.groups))
-    return [
-        _result(side, task, [g for g in found.groups if task in (g.task, OVERALL)], plain)
-        for task in [*tasks, OVERALL]
-        for side in found.sides
-        if found.groups
-    ]
+    results = []
+    for task in [*tasks, OVERALL]:
+        groups = [group for group in found.groups if task in (group.task, OVERALL)]
+        for side in found.sides if groups else []:
+            entry = _result(side, task, groups, plain)
+            if pass_ms is not None and isinstance(side, Ours) and side.batch == 1:
+                entry["worst_modelled_speedup"] = min(
+                    modelled(group.outcomes[plain], pass_ms)
+                    / modelled(group.outcomes[side.name], pass_ms)
+                    for group in groups
+                )
+            results.append(entry)
+    return results
+
+
+def modelled(outcomes: Seq[Outcome], pass_ms: Callable[[int], float]) -> float:
+    """What one text's passes take: their number by width, times the usual time of that width."""
+    return median(
+        sum(count * pass_ms(nodes) for nodes, count in enumerate(outcome.stats.scored, start=1))
+        for outcome in outcomes
+    )
 
 
 def _result(side: Side, task: str, groups: list[Group], plain: str) -> dict[str, Any]:
@@ -134,6 +152,8 @@ def _result(side: Side, task: str, groups: list[Group], plain: str) -> dict[str,
             "acceptance_rate": stats.acceptance_rate,
             "drafted_at": stats.drafted_at,
             "accepted_at": stats.accepted_at,
+            "steps_by_nodes": stats.scored,
+            "seconds_by_nodes": stats.scored_seconds,
             # Mates share a pass and its time; each sequence counted both for itself.
             "ms_per_pass": 1e3 * stats.verify_seconds / stats.steps,
             "ms_per_step": 1e3 * stats.decode_seconds / stats.steps,

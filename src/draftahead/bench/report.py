@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,15 @@ def results_table(results: list[dict[str, Any]], title: str) -> Table:
 
 def draw(report: dict[str, Any], file: Path) -> None:
     """The curve of T(rows) and the speed-up by task, as far as the report has them."""
+    parts = [name for name in ("rows", "results") if report.get(name)]
+    with figure_with(len(parts), file) as axes:
+        for name, axis in zip(parts, axes, strict=True):
+            (_draw_rows if name == "rows" else _draw_results)(report, axis)
+
+
+@contextmanager
+def figure_with(parts: int, file: Path) -> Iterator[Any]:
+    """So many pictures side by side, written to a file in the end."""
     try:
         import matplotlib
     except ImportError:
@@ -93,10 +104,8 @@ def draw(report: dict[str, Any], file: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    parts = [name for name in ("rows", "results") if report.get(name)]
-    figure, axes = pyplot.subplots(1, len(parts), figsize=(6.5 * len(parts), 4.5), squeeze=False)
-    for name, axis in zip(parts, axes[0], strict=True):
-        (_draw_rows if name == "rows" else _draw_results)(report, axis)
+    figure, axes = pyplot.subplots(1, parts, figsize=(6.5 * parts, 4.5), squeeze=False)
+    yield axes[0]
     figure.tight_layout()
     figure.savefig(file, dpi=130)
     pyplot.close(figure)

@@ -17,7 +17,7 @@ import torch
 from draftahead.bench.machine import reader, timed
 from draftahead.passes import CachedModel
 
-ROWS = (1, 2, 4, 8, 16, 32)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 LOW = 10  # percentile: what the machine can do when nobody disturbs it
 
 
@@ -32,6 +32,13 @@ def weight_bytes(model: Any) -> int:
     if not tied:
         seen.pop(embedding.data_ptr(), None)
     return sum(seen.values())
+
+
+def between(rows: Seq[dict[str, Any]], key: str = "median_ms") -> Callable[[int], float]:
+    """The usual time of a pass in ms for any number of rows, from the ones that were measured."""
+    known = [row["rows"] for row in rows]
+    times = [row[key] for row in rows]
+    return lambda count: float(np.interp(count, known, times))
 
 
 def measure_rows(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from draftahead import __version__
-from draftahead.cli import bench, chat, demo, generate, models
+from draftahead.cli import bench, chat, demo, generate, models, tune
 from draftahead.errors import DraftaheadError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("models")(models.models)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 
 
 def _tell_version(wanted: bool) -> None:

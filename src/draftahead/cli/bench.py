@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draftahead.cli import options
 from draftahead.errors import ConfigError, nearest
 from draftahead.prompts import load_prompts
 
 if TYPE_CHECKING:
+    from draftahead.bench.measure import Measurement
     from draftahead.bench.sides import Side
     from draftahead.llm import LLM
     from draftahead.types import Sampling
@@ -26,7 +24,7 @@ PEERS = ("transformers", "llama.cpp")
 
 def bench(
     model: options.Model = "smollm2",
-    drafter: Annotated[str, typer.Option(help="Sides to run, with commas.")] = "none,lookup",
+    drafter: Annotated[str, typer.Option(help="Sides to run, with commas.")] = "none,lookup,auto",
     draft_model: options.DraftModel = None,
     num_speculative_tokens: options.Tokens = None,
     prompts: Annotated[str, typer.Option(help="builtin, or a file as Spec-Bench's.")] = "builtin",
@@ -52,14 +50,16 @@ def bench(
 ) -> None:
     """Measure drafters against plain decoding and against peers, side by side in one run."""
     from draftahead.bench.machine import peak_memory, provenance
+    from draftahead.bench.measure import results_of
     from draftahead.bench.report import results_table, rows_table, shape_table
-    from draftahead.bench.rows import measure_rows
+    from draftahead.bench.rows import between, measure_rows
 
     console, notes = options.output_console(), Console(stderr=True)
     for file in (json_file, plot):
         if file is not None:
             options.check_writable(file)
-    names, batches, peers = _list(drafter), [_whole(b) for b in _list(batch)], _list(against)
+    names, peers = options.parts_of(drafter), options.parts_of(against)
+    batches = options.numbers_of("--batch", batch)
     for peer in peers:
         if peer not in PEERS:
             raise ConfigError(f"unknown peer {peer!r}{nearest(peer, PEERS)}")
@@ -78,7 +78,7 @@ def bench(
     first = options.build_llm(model, "none", dtype=dtype, device=device, quantize=quantize)
     report: dict[str, Any] = provenance() | {"model": model, "quantize": quantize}
     if rows:
-        with _progress(notes, "T(rows)", 17) as step:
+        with options.progress_bar(notes, "T(rows)", 17) as step:
             report |= measure_rows(first.engine.target.passes, progress=step)
         console.print(rows_table(report))
     results: list[dict[str, Any]] = []
@@ -86,11 +86,12 @@ def bench(
         sides = _sides(first, names, draft_model, num_speculative_tokens, size, sampling)
         if size == 1:
             sides += _peers(peers, model, first)
-        some, interrupted = _run(notes, first, sides, chosen, size, limit, sampling, repeats)
+        measured = run(notes, first, sides, chosen, size, limit, sampling, repeats)
+        some = results_of(measured, "none", between(report["rows"]) if rows else None)
         results += some
         if some:
             console.print(results_table(some, f"{model}, batch {size}, {max_tokens} tokens"))
-        if interrupted:
+        if measured.interrupted:
             notes.print("interrupted: these are the results so far")
             break
     report["results"] = [row for row in results if "drafter" in row]
@@ -131,7 +132,7 @@ def _shape(
     tokens = sampling.max_tokens or 64
     texts = shapes.prompts_for(target.config.vocab_size, limit)
     sides = shapes.sides_for(target, draft, count, texts, tokens)
-    with _progress(notes, f"{name}, agreement {agreement}", shapes.STEPS) as step:
+    with options.progress_bar(notes, f"{name}, agreement {agreement}", shapes.STEPS) as step:
         found = shapes.calibrate(
             target,
             shapes.SHAPES[name].draft_layers,
@@ -144,7 +145,7 @@ def _shape(
     if against_transformers:
         everyone += transformers_pair(target, draft, count)
     groups = [Group("random text", [text]) for text in texts]
-    with _progress(notes, name, len(groups) * len(everyone) * repeats) as step:
+    with options.progress_bar(notes, name, len(groups) * len(everyone) * repeats) as step:
         results = results_of(measure(everyone, groups, sampling, repeats, step), plain="none")
     return (
         provenance()
@@ -159,7 +160,7 @@ def _shape(
     )
 
 
-def _run(
+def run(
     notes: Console,
     llm: LLM,
     sides: list[Side],
@@ -168,13 +169,12 @@ def _run(
     limit: int | None,
     sampling: Sampling,
     repeats: int,
-) -> tuple[list[dict[str, Any]], bool]:
-    from draftahead.bench.measure import grouped, measure, results_of
+) -> Measurement:
+    from draftahead.bench.measure import grouped, measure
 
     groups = grouped(prompts, llm.encode, batch, limit)
-    with _progress(notes, f"batch {batch}", len(groups) * len(sides) * repeats) as step:
-        found = measure(sides, groups, sampling, repeats, step)
-    return results_of(found, plain="none"), found.interrupted
+    with options.progress_bar(notes, f"batch {batch}", len(groups) * len(sides) * repeats) as step:
+        return measure(sides, groups, sampling, repeats, step)
 
 
 def _sides(
@@ -186,25 +186,25 @@ def _sides(
     sampling: Sampling,
 ) -> list[Side]:
     """Our sides share one model; plain decoding is always among them, for it is the measure."""
-    from draftahead.bench.sides import Ours
-    from draftahead.llm import LLM
-
     found: list[Side] = []
     for name in dict.fromkeys(["none", *names]):
         config: dict[str, Any] = {"method": name}
         if name != "none" and tokens is not None:
             config["num_speculative_tokens"] = tokens
-        if name == "draft_model":
+        if name == "draft_model" or (name == "auto" and draft_model is not None):
             config["model"] = draft_model
-        llm = LLM(
-            first.model,
-            config,
-            tokenizer=first.tokenizer,
-            max_batch=batch,
-            max_context=first.engine.target.max_context,
-        )
-        found.append(Ours(name, llm, batch))
+        found.append(side(name, first, config, batch))
     return found
+
+
+def side(name: str, first: LLM, drafter: dict[str, Any], batch: int) -> Side:
+    """Another drafter for a model that is loaded already."""
+    from draftahead.bench.sides import Ours
+    from draftahead.llm import LLM
+
+    context = first.engine.target.max_context
+    kept = {"tokenizer": first.tokenizer, "max_batch": batch, "max_context": context}
+    return Ours(name, LLM(first.model, drafter, **kept), batch)
 
 
 def _peers(names: list[str], model: str, llm: LLM) -> list[Side]:
@@ -220,21 +220,3 @@ def _peers(names: list[str], model: str, llm: LLM) -> list[Side]:
             raise ConfigError("--against llama.cpp runs the embedded model's own GGUF file")
         found.append(LlamaCpp(model, 4096))
     return found
-
-
-@contextmanager
-def _progress(console: Console, title: str, total: int) -> Iterator[Any]:
-    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
-
-
-def _list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--batch takes whole numbers from 1, with commas, not {text!r}")
-    return int(text)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draftahead.errors import ConfigError
 
@@ -46,7 +48,7 @@ def drafter_from(
     draft_model: str | None,
     speculative_config: str | None,
     tokens: int | None,
-) -> str | Mapping[str, Any]:
+) -> dict[str, Any]:
     """One drafter out of the options that can name one."""
     config: dict[str, Any] = {}
     if speculative_config is not None:
@@ -92,6 +94,26 @@ def build_llm(
             max_batch=max_batch,
             report=report,
         )
+
+
+@contextmanager
+def progress_bar(console: Console, title: str, total: int) -> Iterator[Any]:
+    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
+
+
+def parts_of(text: str) -> list[str]:
+    """A list that was given with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def numbers_of(option: str, text: str) -> list[int]:
+    parts = parts_of(text)
+    if not parts or not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"{option} takes whole numbers from 1, with commas, not {text!r}")
+    return [int(part) for part in parts]
 
 
 def output_console() -> Console:

@@ -115,6 +115,8 @@ def load(
         else:
             network, tokenizer = _load_pretrained(source, numbers, trust_remote_code)
     network.to(place).eval().requires_grad_(False)
+    if model in ALIASES:
+        network.draftahead_alias = str(model)  # whose it is: for what comes with it
     return network, tokenizer
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import filelock
 import platformdirs
@@ -91,10 +91,11 @@ def find_alias(alias: str | Alias) -> Alias:
     return ALIASES[alias]
 
 
-def successors_of(name: str) -> Path | None:
-    """The table for the drafter `recycle` that the package has for an alias, if it has one."""
+def successors_of(model: Any) -> Path | None:
+    """The table for the drafter `recycle` that the package has for a model, if it has one."""
+    name = getattr(model, "draftahead_alias", None)
     file = Path(__file__).parents[1] / "data" / f"{name}-successors.safetensors"
-    return file if name in ALIASES and file.exists() else None
+    return file if name is not None and file.exists() else None
 
 
 def cache_root() -> Path:
