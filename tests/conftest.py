@@ -16,6 +16,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
 
 
+@pytest.fixture
+def generous_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is proposed is scored, whatever it costs: for tests of what comes of it."""
+    from draftahead import policy
+
+    monkeypatch.setattr(policy.Policy, "width", lambda self, rows: 1 + max(map(len, rows)))
+    monkeypatch.setattr(policy.Guard, "closed", lambda self: False)
+    monkeypatch.setattr(policy.Costs, "of", lambda self, rows: 1e6)  # drafting is as nothing
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[Any, Any]:
     """The embedded model and its tokenizer, fetched and converted once."""

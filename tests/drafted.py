@@ -98,6 +98,7 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     },
 }
 ALL = {**REGISTERED, **SPECIAL}
+DRAWN = ("draft_model", "draft_model_self")  # sample their guesses
 
 
 def registered_names() -> list[str]:

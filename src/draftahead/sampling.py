@@ -21,6 +21,7 @@ from draftahead.types import Draft, Exact, Sequence, TokenLogprob
 # splitmix64 (Steele, Lea, Flood 2014), written as the signed integers that torch has.
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+WEIGHED = 64  # tokens of a drafter's law that are looked at for the target's next
 
 
 class Stream(IntEnum):
@@ -87,11 +88,14 @@ def placed(values: Any, dtype: torch.dtype, device: torch.device | str) -> Tenso
 
 def uniforms(keys: Seq[int] | Tensor, count: int, device: torch.device | str = "cpu") -> Tensor:
     """[A] keys -> [A, count] float64 in the open interval (0, 1)."""
-    keys = keys if isinstance(keys, Tensor) else placed(keys, torch.int64, device)
-    base = keys[:, None]
-    index = torch.arange(count, dtype=torch.int64, device=device) * _signed(_GOLDEN)
+    return uniforms_at(keys, torch.arange(count, dtype=torch.int64, device=device))
+
+
+def uniforms_at(keys: Seq[int] | Tensor, ids: Tensor) -> Tensor:
+    """The same, of some ids only: [A] keys, ids [K] or [A, K] -> [A, K]."""
+    keys = keys if isinstance(keys, Tensor) else placed(keys, torch.int64, ids.device)
     # 52 bits: with one more, the half that is added could round up to 1 itself.
-    bits = (_mix(base + index) >> 12) & (_MASK >> 12)
+    bits = (_mix(keys[:, None] + ids * _signed(_GOLDEN)) >> 12) & (_MASK >> 12)
     return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
@@ -323,6 +327,24 @@ class DraftDice:
             tokens = race(law, [step_key(Stream.DRAFT, context) for context in contexts])
             self.laws.append(law)
         return tokens, finite.tolist() if self._needs_paths else [True] * len(contexts)
+
+    def outlook(
+        self, logits: Tensor, rows: Seq[int], paths: Seq[tuple[int, ...]], count: int
+    ) -> tuple[Tensor, Tensor]:
+        """See Dice. A token's weight is its probability over its arrival time in the target's own
+        race, so the heaviest is what the target would draw from this very law."""
+        contexts = [Context(self.sequences[b], path) for b, path in zip(rows, paths, strict=True)]
+        logits = processed(self._fitted(logits), contexts)
+        settings = [context.sequence.sampling for context in contexts]
+        warm = _column([s.temperature or 1.0 for s in settings], logits)
+        likely, ids = (logits / warm).softmax(-1).topk(min(WEIGHED, logits.shape[-1]))
+        keys = [target_key(context) for context in contexts]
+        arrival = -uniforms_at(keys, ids).log()
+        sampled = placed([[not s.greedy] for s in settings], torch.bool, logits.device)
+        weight = likely / arrival.where(sampled, 1.0)
+        weight = (weight / weight.sum(-1, keepdim=True)).where(sampled, likely.to(weight))
+        best, at = weight.topk(min(count, weight.shape[-1]))
+        return best, ids.gather(-1, at)
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """To the target's vocabulary; what is not finite can only make the guess worse."""

@@ -271,6 +271,16 @@ class Dice(Protocol):
         tokens may still be under way on a device.
         """
 
+    def outlook(
+        self, logits: Tensor, rows: Seq[int], paths: Seq[tuple[int, ...]], count: int
+    ) -> tuple[Tensor, Tensor]:
+        """What the target would say next if it thought so, for drafters that do not draw: logits
+        [A, V], each after a path below the root of a row -> weights and tokens [A, count].
+
+        The target's next token is settled by its law and noise that is known beforehand. With that
+        noise a guess is a good one, and still only a guess: the text stays that of plain decoding.
+        """
+
     @property
     def chains(self) -> list[list[int]]:
         """What was drawn, by row. Costs a wait until the verdict of the step is known."""

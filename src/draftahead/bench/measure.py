@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -48,6 +49,16 @@ def grouped(
         for task, mates in tasks.items()
         for start in range(0, len(mates), batch)
     ]
+
+
+def random_groups(vocabulary: int, batch: int, count: int) -> list[Group]:
+    """Prompts that no drafter can make sense of: random tokens, of many lengths."""
+    chance = random.Random(0)
+    texts = [
+        [chance.randrange(vocabulary) for _ in range(chance.choice((8, 32, 128, 384)))]
+        for _ in range(count)
+    ]
+    return [Group("random", texts[at : at + batch]) for at in range(0, count, batch)]
 
 
 def measure(

@@ -116,9 +116,11 @@ def choices_table(found: Seq[dict[str, Any]], title: str) -> Table:
 def draw(report: dict[str, Any], file: Path) -> None:
     """What passes cost, how deep guesses hold, and what each number of them is worth."""
     with figure_with(3, file) as (costs, depths, worth):
-        costs.plot(
-            [r["rows"] for r in report["rows"]], [r["median_ms"] for r in report["rows"]], "o-"
-        )
+        curves = ("rows", "median_ms", "by themselves"), ("passes", "mean_ms", "in these runs")
+        for name, key, label in curves:
+            curve = [(row["rows"], row[key]) for row in report[name] if row["rows"] <= 16]
+            costs.plot(*zip(*curve, strict=True), "o-", label=label)
+        costs.legend()
         costs.set(xlabel="rows of a pass", ylabel="ms", title="What a pass costs")
         costs.set_ylim(bottom=0)
         shares = [(r["depth"], r["kept"] / r["drafted"]) for r in report["depths"]]

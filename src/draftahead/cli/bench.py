@@ -27,7 +27,9 @@ def bench(
     drafter: Annotated[str, typer.Option(help="Sides to run, with commas.")] = "none,lookup,auto",
     draft_model: options.DraftModel = None,
     num_speculative_tokens: options.Tokens = None,
-    prompts: Annotated[str, typer.Option(help="builtin, or a file as Spec-Bench's.")] = "builtin",
+    prompts: Annotated[
+        str, typer.Option(help="builtin, random (tokens), or a file as Spec-Bench's.")
+    ] = "builtin",
     limit: Annotated[int | None, typer.Option(help="Prompts of each task.")] = 2,
     max_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1",
@@ -74,7 +76,7 @@ def bench(
             console.print(table)
         _keep(found, json_file, plot)
         return
-    chosen = load_prompts(prompts)
+    chosen = None if prompts == "random" else load_prompts(prompts)
     first = options.build_llm(model, "none", dtype=dtype, device=device, quantize=quantize)
     report: dict[str, Any] = provenance() | {"model": model, "quantize": quantize}
     if rows:
@@ -170,9 +172,12 @@ def run(
     sampling: Sampling,
     repeats: int,
 ) -> Measurement:
-    from draftahead.bench.measure import grouped, measure
+    from draftahead.bench.measure import grouped, measure, random_groups
 
-    groups = grouped(prompts, llm.encode, batch, limit)
+    if prompts is None:
+        groups = random_groups(llm.engine.target.vocabulary, batch, limit or 16)
+    else:
+        groups = grouped(prompts, llm.encode, batch, limit)
     with options.progress_bar(notes, f"batch {batch}", len(groups) * len(sides) * repeats) as step:
         return measure(sides, groups, sampling, repeats, step)
 

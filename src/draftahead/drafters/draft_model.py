@@ -1,9 +1,8 @@
 """A small model of the same vocabulary drafts (Leviathan et al., arXiv 2211.17192).
 
-Asked for a number of guesses, it draws a chain of so many. Left to itself it goes as far as its
-time pays: greedily it grows a tree, where it goes on from the nodes that its own probabilities
-make the likeliest (after EAGLE-2, Li et al., arXiv 2406.16858); where tokens are sampled it draws a
-chain, as deep as chains have lately been accepted.
+Asked for a number of guesses, it draws a chain of so many. Left to itself it grows a tree as far as
+its time pays, always going on from the nodes that its own probabilities make the likeliest (after
+EAGLE-2, Li et al., arXiv 2406.16858).
 
 It keeps a cache of its own and compares that with the text at every step: what the target
 accepted of its own guesses is already there, the rest it feeds itself. So it can be skipped,
@@ -23,10 +22,9 @@ from torch import Tensor
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError, VocabularyMismatchError
 from draftahead.passes import CachedModel
-from draftahead.rates import Rates
 from draftahead.sampling import placed
 from draftahead.support import context_limit
-from draftahead.types import Batch, Dice, Draft, Scores, Verdict
+from draftahead.types import Batch, Dice, Draft
 
 UNNAMED = -1  # in place of a token that only the device knows
 DEEPEST = 8  # levels, where the number is left to it
@@ -57,15 +55,12 @@ class DraftModel(Drafter):
             max_context=min(setting.max_context, context_limit(model)),
             spare=1 + A_LEVEL * self.count if self.guided else self.count + 1,
         )
-        self.vocabulary = min(setting.vocabulary, self.passes.vocabulary)
         # Ids in the target's padding are none of ours; a wrong guess follows, no more.
         self._is_larger = setting.vocabulary > self.passes.vocabulary
         self.rows: list[int] = [-1] * setting.max_batch  # which sequence each cache row is for
         # Whose draws the rows' contents end with, still unnamed, and from where on.
         self._fed: tuple[Dice, list[int]] | None = None
         self._level_seconds = 0.0  # of one more level, as of late
-        self._accepted: Rates[int] = Rates(lambda depth: GOOD, worth=4.0, fade=0.95)  # by depth
-        self._drawn: list[int] = []  # depth of each row's chain in the step under way
 
     def propose(self, batch: Batch) -> Draft | None:
         most = self.passes.max_context
@@ -73,9 +68,7 @@ class DraftModel(Drafter):
         if not any(batch.rooms) or not any(fits):
             return None
         self._name_what_was_fed()
-        self._drawn = []
-        greedy = all(sequence.sampling.greedy for sequence in batch.sequences)
-        if self.guided and greedy and not any(s.has_processors for s in batch.sequences):
+        if self.guided:
             return self._grow(batch, fits)
         self._draw(batch, fits)
         return None  # the dice hold the draft
@@ -83,11 +76,10 @@ class DraftModel(Drafter):
     # --------------------------------------------------------------------------------- chains
 
     def _draw(self, batch: Batch, fits: list[bool]) -> None:
-        count = min(self._depth(batch) if self.guided else self.count, max(batch.rooms))
+        count = min(self.count, max(batch.rooms))
         logits, best = self._catch_up(batch, fits)
         self._fed = batch.dice, [len(self.passes.cache.contents[row]) for row in range(len(fits))]
         going = None if all(fits) else torch.tensor(fits)
-        start = time.perf_counter()
         for depth in range(count):
             tokens = batch.dice.draw(logits, going, best)
             if depth + 1 < count:
@@ -96,37 +88,6 @@ class DraftModel(Drafter):
                 logits, best = self._last(self.passes.run(tokens[:, None]))
                 for row in range(len(fits)):
                     self.passes.cache.contents[row].append(UNNAMED)
-        if self.guided:
-            self.passes.synchronize()  # or its time would be taken for the target's
-            if count > 1:
-                self._note_level((time.perf_counter() - start) / (count - 1))
-            self._drawn = [
-                min(count, room) if fit else 0 for room, fit in zip(batch.rooms, fits, strict=True)
-            ]
-
-    def _depth(self, batch: Batch) -> int:
-        """How many levels promise the most tokens a second, known before anything is drawn."""
-        if batch.price is None:
-            return self.count
-        texts, reached, tokens = len(batch.sequences), 1.0, 1.0
-        best, best_rate = 1, 0.0
-        for depth in range(1, self.count + 1):
-            reached *= self._accepted[depth]
-            tokens += reached
-            seconds = batch.price.of(texts * (1 + depth)) + depth * self._level_seconds
-            if tokens / seconds > best_rate:
-                best, best_rate = depth, tokens / seconds
-        return best
-
-    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
-        for drawn, path in zip(self._drawn, verdict.paths, strict=False):
-            kept = len(path) - 1
-            for depth in range(1, min(kept + 1, drawn) + 1):  # beyond the first miss nobody knows
-                self._accepted.note(depth, depth <= kept)
-
-    def _note_level(self, seconds: float) -> None:
-        known = self._level_seconds
-        self._level_seconds = seconds if not known else 0.8 * known + 0.2 * seconds
 
     # ---------------------------------------------------------------------------------- trees
 
@@ -136,7 +97,7 @@ class DraftModel(Drafter):
             self.passes.cache.contents[row].pop()  # the root, which the trees hang from
         trees = [Tree(root) for root in batch.roots]
         rooms = [room if fit else 0 for room, fit in zip(batch.rooms, fits, strict=True)]
-        self._branch(trees, [[0]] * len(trees), logits[:, None], rooms)
+        self._branch(trees, [[0] if room else [] for room in rooms], logits[:, None], batch)
         for _ in range(self.count - 1):
             frontier = [tree.frontier(room) for tree, room in zip(trees, rooms, strict=True)]
             if not self._pays(trees, frontier, batch):
@@ -149,7 +110,7 @@ class DraftModel(Drafter):
             parents = torch.tensor([tree.block_parents(width) for tree in trees])
             tokens = tokens.clamp(max=self.passes.vocabulary - 1)
             logits = self.passes.run(tokens, parents=parents)
-            self._branch(trees, frontier, logits, rooms)
+            self._branch(trees, frontier, logits, batch)
             self._note_level(time.perf_counter() - start)
         if not any(tree.tokens[1:] for tree in trees):
             return None
@@ -157,16 +118,21 @@ class DraftModel(Drafter):
         return Draft.trees(batch.roots, guesses, [tree.likely[1:] for tree in trees])
 
     def _branch(
-        self, trees: list[Tree], frontier: list[list[int]], logits: Tensor, rooms: list[int]
+        self, trees: list[Tree], frontier: list[list[int]], logits: Tensor, batch: Batch
     ) -> None:
         """Children for the nodes that the pass has just been over; reads back once."""
-        law = logits[..., : self.vocabulary].float().softmax(-1)
-        likely, tokens = law.topk(min(CHILDREN, self.vocabulary))
-        found = torch.cat([likely, tokens.to(likely)], -1).tolist()
-        for row, (tree, room) in enumerate(zip(trees, rooms, strict=True)):
-            for node in frontier[row]:
-                if tree.depths[node] < room:
-                    tree.add(node, found[row][tree.expanded.index(node)])
+        at = [(row, node) for row, nodes in enumerate(frontier) for node in nodes]
+        rows = [row for row, _ in at]
+        places = [trees[row].expanded.index(node) for row, node in at]
+        paths = [trees[row].path(node) for row, node in at]
+        weights, tokens = batch.dice.outlook(logits[rows, places], rows, paths, CHILDREN)
+        found = torch.cat([weights, tokens.to(weights)], -1).tolist()
+        for (row, node), children in zip(at, found, strict=True):
+            trees[row].add(node, children)
+
+    def _note_level(self, seconds: float) -> None:
+        known = self._level_seconds
+        self._level_seconds = seconds if not known else 0.8 * known + 0.2 * seconds
 
     def _pays(self, trees: list[Tree], frontier: list[list[int]], batch: Batch) -> bool:
         """Whether one more level promises more than it takes."""
@@ -253,6 +219,14 @@ class Tree:
                 self.parents.append(node)
                 self.depths.append(self.depths[node] + 1)
                 self.likely.append(self.likely[node] * chance)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The tokens from below the root to a node."""
+        found: list[int] = []
+        while node:
+            found.append(self.tokens[node])
+            node = self.parents[node]
+        return tuple(reversed(found))
 
     def frontier(self, room: int) -> list[int]:
         """The likeliest nodes that can have children and have none."""
