@@ -214,3 +214,52 @@ def test_figures_are_json(tmp_path: Path) -> None:
     import torch
 
     assert peak_memory(torch.device("cpu")) > 1 << 20
+
+
+def test_tune_tells_what_each_number_of_guesses_is_worth(
+    folder: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompts, out, picture = (tmp_path / name for name in ("p.jsonl", "out.json", "out.png"))
+    prompts.write_text(json.dumps({"turns": ["w5 w6 w7 w5 w6 w7 w5 w6"]}))
+    arguments = ["tune", "--model", folder, "--prompts", str(prompts), "--guesses", "2,5"]
+    arguments += ["--max-tokens", "24", "--json", str(out), "--plot", str(picture)]
+    assert run(monkeypatch, *arguments) == 0
+    report = json.loads(out.read_text())
+    assert [row["guesses"] for row in report["choices"]] == ["2", "5", "as pays"]
+    assert all(row["identical"] == 1 for row in report["choices"])
+    (plain,) = [r for r in report["results"] if r["drafter"] == "none" and r["task"] == "overall"]
+    assert plain["steps_by_nodes"] == [24]
+    times = {row["rows"]: row["mean_ms"] for row in report["passes"]}
+    for row in report["results"]:
+        if row["drafter"] == "2" and row["task"] == "overall":
+            passes = sum(n * times.get(i, 0) for i, n in enumerate(row["steps_by_nodes"], 1))
+            whole = passes + 1e3 * row["seconds_by_stage"]["draft"]
+            predicted = 24 * times[1] / whole
+            if set(times) >= {i for i, n in enumerate(row["steps_by_nodes"], 1) if n}:
+                assert report["choices"][0]["predicted_speedup"] == pytest.approx(predicted)
+    assert report["depths"][0]["depth"] == 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "acceptance by depth" in said and "tokens a step; by these times" in said
+    for wrong in (["--guesses", "0"], ["--guesses", ""], ["--drafter", "none"]):
+        assert run(monkeypatch, *arguments, *wrong) == 1
+        assert "error: " in capsys.readouterr().err
+
+
+def test_random_prompts_and_the_worst_of_them(
+    folder: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["bench", "--model", folder, "--prompts", "random", "--limit", "3", "--rows"]
+    arguments += ["--max-tokens", "8", "--temperature", "1.5", "--json", str(out)]
+    assert run(monkeypatch, *arguments, "--drafter", "auto") == 0
+    report = json.loads(out.read_text())
+    by_name = {r["drafter"]: r for r in report["results"] if r["task"] == "random"}
+    assert by_name["none"]["worst_modelled_speedup"] == 1
+    assert 0 < by_name["auto"]["worst_modelled_speedup"] < 3
+    assert by_name["auto"]["identical"] == 1

@@ -50,7 +50,8 @@ def test_generate_says_the_same_with_every_drafter(
         ("--drafter", "none"),
         ("--drafter", "lookup", "-k", "3"),
         ("--speculative-config", config),
-        ("--draft-model", folder),
+        ("--draft-model", folder, "-k", "4"),
+        ("--explain",),
     ):
         assert run(monkeypatch, *common, *extra) == 0
         seen.append(json.loads(capsys.readouterr().out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from draftahead import LLM, Sampling, errors
+from draftahead import LLM, Draft, Sampling, errors
 from draftahead.drafters.lookup import NgramIndex
 
 GREEDY = Sampling(temperature=0, max_tokens=30)
@@ -139,7 +140,9 @@ def test_vocabularies_are_compared_token_by_token() -> None:
         check_vocabulary(setting(tokenizer_of(words)), tokenizer_of(swapped), 97)
 
 
-def test_padded_draft_vocabulary_is_cut_to_the_targets() -> None:
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("options", [{}, {"num_speculative_tokens": 5}], ids=["tree", "chain"])
+def test_padded_draft_vocabulary_is_cut_to_the_targets(options: dict[str, int]) -> None:
     """A larger embedding behind the same tokens: its extra ids never reach the target."""
     target, draft = zoo.tiny("llama"), zoo.tiny("llama")
     tokenizer = tokenizer_of([f"w{i}" for i in range(90)])
@@ -150,7 +153,53 @@ def test_padded_draft_vocabulary_is_cut_to_the_targets() -> None:
     setting = Setting(
         target.device, target.dtype, 97, tokenizer, 8, 128, lambda name: (draft, tokenizer)
     )
-    llm.engine.drafter = build({"method": "draft_model", "model": "by-name"}, setting)
+    config = {"method": "draft_model", "model": "by-name", **options}
+    llm.engine.drafter = build(config, setting)
     out = llm.generate([1, 2, 3], GREEDY)[0]
     assert out.token_ids == zoo.reference(target, [1, 2, 3], 30)
     assert out.stats.accepted > 10
+
+
+def tree_of(llm: LLM, prompt: list[int], sampling: Sampling) -> tuple[Draft, Any]:
+    """What the drafter proposes after a prompt, and the sequence it is for."""
+    (sequence,) = llm.engine.add(llm._request(prompt, sampling))
+    llm.engine._admit()
+    batch = dataclasses.replace(llm.engine._batch(), price=None)
+    draft = llm.engine.drafter.propose(batch)
+    assert draft is not None
+    return draft, sequence
+
+
+def test_a_draft_models_tree_follows_its_own_probabilities() -> None:
+    """Every claim is the product along its path; what was gone on from is likelier than what was
+    not, but for the levels it had to go through."""
+    draft_model = zoo.tiny("llama", seed=1)
+    llm = LLM(zoo.tiny("llama"), {"method": "draft_model", "model": draft_model})
+    prompt = zoo.ragged_prompts(3)[2]
+    draft, _ = tree_of(llm, prompt, GREEDY)
+    assert draft.claims is not None
+    tokens, parents, claims = draft.rows[0], draft.above[0], [1.0, *draft.claims[0]]
+    assert len(tokens) > 5 and not draft.is_chain
+    paths: list[list[int]] = [[]]
+    for node in range(1, draft.sizes[0]):
+        paths.append([*paths[parents[node]], tokens[node]])
+        before = torch.tensor([prompt + paths[node][:-1]])
+        law = draft_model(before).logits[0, -1].softmax(-1)
+        expected = claims[parents[node]] * float(law[tokens[node]])
+        assert claims[node] == pytest.approx(expected, rel=1e-5)
+        assert int((law > law[tokens[node]]).sum()) < 4  # one of the best four there
+    assert len({tuple(path) for path in paths}) == len(paths)
+
+
+def test_a_guided_draft_model_knows_the_noise() -> None:
+    """With the target's own law its first guess at every level is what the target draws."""
+    target = zoo.tiny("llama")
+    warm = Sampling(temperature=0.9, top_k=30, max_tokens=30, seed=3)
+    text = LLM(target, "none").generate([[1, 2, 3]], warm)[0].token_ids
+    llm = LLM(target, {"method": "draft_model", "model": target})
+    draft, _ = tree_of(llm, [1, 2, 3], warm)
+    at, trunk = 0, []
+    while children := [n for n in range(1, draft.sizes[0]) if draft.above[0][n] == at]:
+        at = children[0]  # the heaviest
+        trunk.append(draft.rows[0][at])
+    assert trunk and trunk == text[: len(trunk)]

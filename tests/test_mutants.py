@@ -107,8 +107,8 @@ def test_sibling_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) ->
     for seed in (1, 4, 7):
         world, found = World(seed, PLAIN), {}
         for probability, draft in sibling_trees(world):
-            add_step(found, probability, draft, world, world.sequence(), "block", 3)
-        errors.append(distance(found, world.text_law(3)))
+            add_step(found, probability, draft, world, world.sequence(), "block", 4)
+        errors.append(distance(found, world.text_law(4)))
     assert max(errors) > CAUGHT
 
 

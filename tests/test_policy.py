@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import zoo
 from draftahead import LLM, Batch, Drafter, Sampling, Scores, engine
+from draftahead import policy as policy_module
 from draftahead.engine import likeliest, sound_claims
 from draftahead.policy import LOSS, Costs, Policy, Spent
 from draftahead.rates import Calibration
@@ -215,3 +216,60 @@ def test_claims_that_make_no_sense_are_dropped() -> None:
         draft = Draft.chains([1], [[2, 3]], claims)
         assert sound_claims(draft) is None
     assert sound_claims(Draft.chains([1], [[2, 3]], [[0.5, 0.9]])) == [[0.5, 0.5]]
+
+
+def test_the_machine_is_measured_before_the_first_step() -> None:
+    """A pass of 10 ms, 0.1 more a row, and keys that are read once and multiplied in each row."""
+    costs, calls = Costs(), []
+
+    def timed(rows: int, keys: int) -> float:
+        calls.append((rows, keys))
+        return 0.01 + 1e-4 * rows + 1e-6 * keys + 5e-7 * rows * keys
+
+    costs.survey(timed, room=4096)
+    assert len(set(calls)) == 7
+    assert costs.of(8) == pytest.approx(timed(8, 0))
+    assert costs.of(12) == pytest.approx(timed(12, 0))
+    costs.situate(texts=1, keys=3000)
+    assert costs.of(1) == pytest.approx(timed(1, 3000))
+    assert costs.of(16) == pytest.approx(timed(16, 3000))
+    costs.situate(texts=4, keys=4000)  # two nodes of each of four texts of a thousand keys
+    assert costs.of(8) == pytest.approx(0.01 + 8e-4 + 4e-3 + 5e-7 * 2 * 4000)
+
+
+def test_keys_make_rows_dearer_and_drafts_smaller() -> None:
+    policy, claims = Policy(), [[0.5, 0.35, 0.25, 0.2, 0.15, 0.1, 0.08]]
+    policy.costs.survey(lambda rows, keys: 1 + 0.01 * rows + 1e-4 * rows * keys, room=4096)
+    widths = []
+    for keys in (0, 1000, 4000, 16000):
+        policy.costs.situate(1, keys)
+        widths.append(policy.width(claims))
+    assert widths == sorted(widths, reverse=True)
+    assert widths[0] == 8 and widths[-1] < 4
+
+
+def test_a_slow_machine_is_not_measured_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = [0.0], []
+    monkeypatch.setattr(policy_module.time, "perf_counter", lambda: now[0])
+
+    def timed(rows: int, keys: int) -> float:
+        calls.append(rows)
+        now[0] += 2.0
+        return 2.0
+
+    Costs().survey(timed, room=4096)
+    assert calls == [1]
+
+
+def test_reasons_are_those_of_the_run() -> None:
+    target = zoo.tiny("llama")
+    llm = LLM(target, "auto", max_batch=1)
+    assert llm.explain() == ["nothing has been decoded yet"]
+    out = llm.generate([[1, 2, 3] * 4], Sampling(temperature=0, max_tokens=30))[0]
+    said = "\n".join(llm.explain())
+    assert f"{out.stats.steps} steps; nodes scored a text" in said
+    assert f"{30 / out.stats.steps:.2f} tokens a step" in said
+    policy = Policy()
+    run(policy, 12, accepted=0.0, drafting=5.0, row=0.02)
+    policy.tally.paused = 7
+    assert any("7 of them plain: drafting was paused, 1 times" in line for line in policy.reasons())

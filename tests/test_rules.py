@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -64,23 +65,30 @@ def test_block_keeps_at_least_as_much_as_token() -> None:
 
 
 def sibling_trees(world: World) -> list[tuple[float, Draft]]:
-    """Two children of the root drawn without replacement, one child below each."""
+    """Two children of the root drawn without replacement, two below the first, and one below the
+    first of those: as deep as three."""
     prompt, found = world.prompt, []
 
     def law(path: tuple[int, ...]) -> torch.Tensor:
         return world.logits("drafter", prompt + path).softmax(-1)
 
-    for a, b, below_a, below_b in itertools.product(range(VOCABULARY), repeat=4):
-        root, after_a, after_b = law(()), law((a,)), law((b,))
-        left = 1 - root[a]
-        if a == b or root[a] == 0 or left <= 0:
-            continue
-        chance = root[a] * root[b] / left * after_a[below_a] * after_b[below_b]
-        if chance > 0:
-            pairs = [(a, 0), (b, 0), (below_a, 1), (below_b, 2)]
-            laws = torch.stack([root, after_a, after_b, root * 0, root * 0])[None]
-            tree = Draft.trees([prompt[-1]], [pairs])
-            found.append((float(chance), Draft(tree.tokens, tree.parents, tree.sizes, laws)))
+    def pairs(path: tuple[int, ...]) -> Iterator[tuple[float, int, int]]:
+        """Two different tokens, and the chance that they come in this order."""
+        q = law(path)
+        for one, other in itertools.permutations(range(VOCABULARY), 2):
+            if q[one] > 0 and q[other] > 0 and q[one] < 1:
+                yield float(q[one] * q[other] / (1 - q[one])), one, other
+
+    for at_root, a, b in pairs(()):
+        for below_a, c, d in pairs((a,)):
+            for e in range(VOCABULARY):
+                chance = at_root * below_a * float(law((a, c))[e])
+                if chance > 0:
+                    guesses = [(a, 0), (b, 0), (c, 1), (d, 1), (e, 3)]
+                    none = torch.zeros(VOCABULARY, dtype=torch.float64)
+                    laws = torch.stack([law(()), law((a,)), none, law((a, c)), none, none])[None]
+                    tree = Draft.trees([prompt[-1]], [guesses])
+                    found.append((chance, Draft(tree.tokens, tree.parents, tree.sizes, laws)))
     return found
 
 
@@ -91,8 +99,8 @@ def test_sampled_siblings_keep_the_law(seed: int) -> None:
     assert abs(sum(p for p, _ in trees) - 1) < 1e-12
     found: dict[tuple[int, ...], float] = {}
     for probability, draft in trees:
-        add_step(found, probability, draft, world, world.sequence(), "block", 3)
-    assert distance(found, world.text_law(3)) < 1e-12
+        add_step(found, probability, draft, world, world.sequence(), "block", 4)
+    assert distance(found, world.text_law(4)) < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(4))

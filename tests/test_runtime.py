@@ -171,6 +171,40 @@ def test_bits_do_not_depend_on_the_pass(int8: bool) -> None:
     assert torch.equal(passes.cache.keys[2][0, :, :30], keys)
 
 
+def test_a_pass_names_the_likeliest_tokens() -> None:
+    """As torch does, over widths with and without a rest; of equals the first; of NaN none."""
+    from draftahead.runtime.cpu import TOP
+
+    for vocabulary in (97, 256, 700):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": vocabulary}))).eval()
+        passes = CachedModel(model, max_batch=2, max_context=64, spare=16)
+        assert passes.bit_stable
+        tokens = torch.randint(0, vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
+        logits = passes.run(tokens)
+        assert passes.top is not None and passes.best is not None
+        assert torch.equal(passes.top, logits.topk(TOP).indices)
+        assert torch.equal(passes.best, logits.argmax(-1))
+        head = model.lm_head.weight
+        with torch.no_grad():
+            best = int(passes.best[0, 0])
+            twin = (best + 31) % vocabulary
+            head[twin] = head[best]
+            assert int(_again(passes, tokens)[0, 0]) == min(best, twin)
+            for row, odd in ((0, torch.nan), (vocabulary - 1, torch.nan), (5, torch.inf)):
+                kept = head[row].clone()
+                head[row] = odd
+                assert (_again(passes, tokens) == -1).all()
+                head[row] = kept
+
+
+def _again(passes: CachedModel, tokens: torch.Tensor) -> torch.Tensor:
+    passes.run(tokens)
+    assert passes.best is not None
+    return passes.best
+
+
+@pytest.mark.usefixtures("generous_policy")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_every_drafter_gives_the_very_text(name: str, temperature: float) -> None:

@@ -14,6 +14,7 @@ from draftahead.prompts import BenchPrompt
 from draftahead.types import Sampling, Stats
 
 OVERALL = "overall"
+LENGTHS = (8, 32, 128, 384)  # of random prompts
 
 
 @dataclass
@@ -51,11 +52,11 @@ def grouped(
     ]
 
 
-def random_groups(vocabulary: int, batch: int, count: int) -> list[Group]:
+def random_groups(vocabulary: int, batch: int, count: int, longest: int) -> list[Group]:
     """Prompts that no drafter can make sense of: random tokens, of many lengths."""
     chance = random.Random(0)
     texts = [
-        [chance.randrange(vocabulary) for _ in range(chance.choice((8, 32, 128, 384)))]
+        [chance.randrange(vocabulary) for _ in range(min(longest, chance.choice(LENGTHS)))]
         for _ in range(count)
     ]
     return [Group("random", texts[at : at + batch]) for at in range(0, count, batch)]

@@ -175,7 +175,9 @@ def run(
     from draftahead.bench.measure import grouped, measure, random_groups
 
     if prompts is None:
-        groups = random_groups(llm.engine.target.vocabulary, batch, limit or 16)
+        target, tokens = llm.engine.target, sampling.max_tokens or 0
+        longest = max(1, target.max_context - tokens)
+        groups = random_groups(target.vocabulary, batch, limit or 16, longest)
     else:
         groups = grouped(prompts, llm.encode, batch, limit)
     with options.progress_bar(notes, f"batch {batch}", len(groups) * len(sides) * repeats) as step:
