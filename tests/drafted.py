@@ -62,6 +62,11 @@ class Clairvoyant(Drafter):
         return Draft.trees(batch.roots, trees)
 
 
+def other(target: Any) -> Any:
+    """A draft model of the same family with other weights."""
+    return zoo.tiny("llama", dtype=target.dtype, seed=1).to(target.device)
+
+
 # How each registered drafter is made for a tiny target. A new one must be added here.
 REGISTERED: dict[str, Callable[[Any], Any]] = {
     "none": lambda target: "none",
@@ -72,7 +77,7 @@ REGISTERED: dict[str, Callable[[Any], Any]] = {
     # A draft of the same family but other weights, and one that is the target itself.
     "draft_model": lambda target: {
         "method": "draft_model",
-        "model": zoo.tiny("llama", dtype=target.dtype, seed=1),
+        "model": other(target),
         "num_speculative_tokens": 4,
     },
 }
@@ -82,11 +87,11 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     "auto_guided": lambda target: "auto",
     "auto_with_model": lambda target: {
         "method": "auto",
-        "model": zoo.tiny("llama", dtype=target.dtype, seed=1),
+        "model": other(target),
     },
     "draft_model_guided": lambda target: {
         "method": "draft_model",
-        "model": zoo.tiny("llama", dtype=target.dtype, seed=1),
+        "model": other(target),
     },
     "draft_model_self_guided": lambda target: {"method": "draft_model", "model": target},
     "garbage": lambda target: Garbage(),

@@ -37,7 +37,8 @@ def test_greedy_equals_generate(name: str) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["lookup", "garbage_tree", "draft_model_self"])
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("name", ["lookup", "garbage_tree", "draft_model_self", "auto_with_model"])
 def test_replay(name: str, dtype: torch.dtype, sampling: Sampling) -> None:
     """Equal to plain decoding to the last bit, or refused."""
     model, prompts = tiny("llama", dtype), zoo.ragged_prompts(3)
@@ -235,7 +236,10 @@ def test_models_that_die_while_another_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.parametrize("drafter", ["lookup", "draft_model_self", "garbage_tree", "garbage"])
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize(
+    "drafter", ["lookup", "draft_model_self", "garbage_tree", "garbage", "auto_guided", "recycle"]
+)
 def test_replay_in_half_precision_with_our_kernels(drafter: str, sampling: Sampling) -> None:
     model = shaped("qwen3", torch.bfloat16)
     prompts = [[p % 300 for p in prompt] for prompt in zoo.ragged_prompts(3)]
@@ -244,6 +248,18 @@ def test_replay_in_half_precision_with_our_kernels(drafter: str, sampling: Sampl
     drafted = LLM(model, ALL[drafter](model), exact="replay", max_batch=3)
     texts = [[o.token_ids for o in llm.generate(prompts, sampling)] for llm in (plain, drafted)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("drafter", ["auto_guided", "recycle_guided", "draft_model_self_guided"])
+def test_guided_drafters_give_the_text_of_plain_decoding(drafter: str, sampling: Sampling) -> None:
+    """In float32, where a near-tie is rare: greedy, and for a seed, trees and all."""
+    model, prompts = tiny("llama", torch.float32), zoo.ragged_prompts(3)
+    plain = LLM(model, "none", max_batch=3).generate(prompts, sampling)
+    outs = LLM(model, ALL[drafter](model), max_batch=3).generate(prompts, sampling)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert sum(out.stats.accepted for out in outs) > 20
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["greedy", "sampled"])

@@ -23,6 +23,10 @@ def rows_table(curve: dict[str, Any]) -> Table:
     for row in curve["rows"]:
         ratios = (f"{row['over_limit']:.2f}x", f"{row['over_one_row']:.2f}x")
         table.add_row(str(row["rows"]), f"{row['ms']:.2f}", *ratios)
+    if tree := curve.get("tree"):
+        table.add_section()
+        over = (f"{tree['ms'] / curve['memory_limit_ms']:.2f}x", f"{tree['over_one_row']:.2f}x")
+        table.add_row(f"tree of {tree['nodes']}", f"{tree['ms']:.2f}", *over)
     return table
 
 

@@ -18,6 +18,7 @@ from draftahead.bench.machine import reader, timed
 from draftahead.passes import CachedModel
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+TREE = 16  # nodes of a tree, each with two children, timed beside the chains
 LOW = 10  # percentile: what the machine can do when nobody disturbs it
 
 
@@ -52,13 +53,17 @@ def measure_rows(
     """Passes of each size and plain reads of as many bytes, turn by turn."""
     size = weight_bytes(passes.model)
     device, read = passes.device, reader(weight_bytes(passes.model), passes.device)
-    context = min(context, passes.max_context - max(rows))
+    context = max(1, min(context, passes.max_context - max(rows)))
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, passes.vocabulary, (context,), generator=generator).tolist()
     passes.prefill(0, text)
     blocks = {n: torch.randint(0, passes.vocabulary, (1, n), generator=generator) for n in rows}
     jobs: dict[Any, Callable[[], Any]] = {n: partial(passes.run, blocks[n]) for n in rows}
     jobs["read"] = read
+    if passes.max_context - context >= TREE:
+        nodes = torch.randint(0, passes.vocabulary, (1, TREE), generator=generator)
+        bushy = torch.tensor([[-1, *((node - 1) // 2 for node in range(1, TREE))]])
+        jobs["tree"] = partial(passes.run, nodes, parents=bushy)
     spent: dict[Any, list[float]] = {name: [] for name in jobs}
     for turn in range(repeats + 2):
         for name, job in jobs.items():
@@ -71,11 +76,15 @@ def measure_rows(
     def low(name: Any) -> float:
         return float(np.percentile(spent[name], LOW))
 
+    tree = None
+    if "tree" in jobs:
+        tree = {"nodes": TREE, "ms": low("tree"), "over_one_row": low("tree") / low(rows[0])}
     return {
         "weight_bytes": size,
         "context": context,
         "memory_limit_ms": low("read"),
         "bandwidth_gb_per_s": size / low("read") / 1e6,
+        "tree": tree,
         "rows": [
             {
                 "rows": n,
