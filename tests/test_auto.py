@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 import zoo
 from draftahead import LLM, Draft, DrafterFaultWarning, Sampling
+from draftahead.drafters import sound
 from draftahead.drafters.auto import RETRY, TRIES, Auto, Costly, Guess, paths, union
-from draftahead.engine import sound
 from draftahead.sampling import DraftDice
 from draftahead.types import Batch
 
@@ -73,7 +74,7 @@ def test_both_saying_so_counts_for_more_than_one() -> None:
 
 def test_what_lies_beyond_the_targets_own_token_is_not_held_against_it(llm: LLM) -> None:
     auto = Auto.__new__(Auto)
-    auto._calibrations, auto._scored, auto._kept = {}, __import__("collections").Counter(), {}
+    auto._calibrations, auto._scored, auto._kept = {}, Counter(), Counter()
     tree = [
         Guess(1, 0, 1, ("a",), 0.95),  # right
         Guess(2, 1, 2, ("b",), 0.95),  # right, by the target's own token
@@ -90,13 +91,16 @@ def test_what_lies_beyond_the_targets_own_token_is_not_held_against_it(llm: LLM)
 
 def test_one_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     target = zoo.tiny("llama")
-    for verb in ("propose", "learn"):
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of order")
+
+    def nonsense(batch: Batch) -> Draft:
+        return Draft.chains(batch.roots, [[10**9]] * len(batch.roots))
+
+    for verb, fault in (("propose", fail), ("propose", nonsense), ("learn", fail)):
         llm = LLM(target, {"method": "auto", "num_speculative_tokens": 6})
-
-        def fail(*_: Any) -> None:
-            raise RuntimeError("out of order")
-
-        monkeypatch.setattr(auto_of(llm).cheap["recycle"], verb, fail)
+        monkeypatch.setattr(auto_of(llm).cheap["recycle"], verb, fault)
         with pytest.warns(DrafterFaultWarning, match="recycle failed and is left out"):
             out = llm.generate([zoo.ragged_prompts(1)[0] * 3], GREEDY)[0]
         assert out.token_ids == zoo.reference(target, zoo.ragged_prompts(1)[0] * 3, 40)
@@ -138,3 +142,16 @@ def test_a_draft_model_joins_in() -> None:
     assert out.stats.steps < 0.7 * alone.stats.steps
     said = " ".join(llm.explain())
     assert "draft_model" in said and "the draft model was asked" in said
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, max_tokens=40, seed=4)])
+def test_a_fixed_number_of_guesses_is_no_matter_of_the_clock(sampling: Sampling) -> None:
+    """With a draft model too: for a seed, the text of plain decoding."""
+    target = zoo.tiny("llama")
+    config = {"method": "auto", "model": zoo.tiny("llama", seed=1), "num_speculative_tokens": 7}
+    outs = [
+        LLM(target, drafter).generate(zoo.ragged_prompts(3), sampling)
+        for drafter in ("none", config)
+    ]
+    assert [o.token_ids for o in outs[0]] == [o.token_ids for o in outs[1]]
+    assert all(o.stats.drafted for o in outs[1])

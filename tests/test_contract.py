@@ -246,21 +246,23 @@ def test_logprobs_are_of_the_law_sampled_from(drafted: LLM, plain: LLM, target: 
     assert raw.logprobs[0].top == {}
 
 
-def test_unset_fields_follow_the_generation_config(target: Any, plain: LLM) -> None:
+def test_unset_fields_follow_the_generation_config(target: Any) -> None:
+    from draftahead.presets import followed
+
     config = target.generation_config
     config.do_sample, config.temperature, config.top_k, config.max_new_tokens = True, 0.6, 3, 7
     config.min_p, config.repetition_penalty, config.bad_words_ids = 0.1, 1.5, [[4]]
     try:
-        followed = plain._followed(Sampling(), room=100)
-        assert (followed.temperature, followed.top_k, followed.max_tokens) == (0.6, 3, 7)
-        assert (followed.min_p, followed.repetition_penalty) == (0.1, 1.5)
-        assert followed.bad_words == [[4]]
-        kept = plain._followed(Sampling(temperature=0, max_tokens=3), room=100)
+        found = followed(Sampling(), target, 100, with_text=False)
+        assert (found.temperature, found.top_k, found.max_tokens) == (0.6, 3, 7)
+        assert (found.min_p, found.repetition_penalty) == (0.1, 1.5)
+        assert found.bad_words == [[4]]
+        kept = followed(Sampling(temperature=0, max_tokens=3), target, 100, with_text=False)
         assert (kept.temperature, kept.max_tokens) == (0, 3)
     finally:
         config.do_sample, config.temperature, config.top_k, config.max_new_tokens = [None] * 4
         config.min_p, config.repetition_penalty, config.bad_words_ids = [None] * 3
-    assert plain._followed(Sampling(), room=100).greedy
+    assert followed(Sampling(), target, 100, with_text=False).greedy
 
 
 def test_penalties_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from draftahead import LLM, Draft, Sampling, errors
+from draftahead import (
+    LLM,
+    Batch,
+    Draft,
+    Drafter,
+    DrafterFaultWarning,
+    Sampling,
+    errors,
+)
 from draftahead.drafters.lookup import NgramIndex
 
 GREEDY = Sampling(temperature=0, max_tokens=30)
@@ -203,3 +212,55 @@ def test_a_guided_draft_model_knows_the_noise() -> None:
         at = children[0]  # the heaviest
         trunk.append(draft.rows[0][at])
     assert trunk and trunk == text[: len(trunk)]
+
+
+@pytest.mark.usefixtures("generous_policy")
+def test_a_guided_draft_model_with_a_shorter_context() -> None:
+    """One row has no room left and the other has outgrown it: nothing to draft for, no fault."""
+    target, draft = zoo.tiny("llama"), zoo.tiny("llama", seed=1)
+    draft.config.max_position_embeddings = 32
+    llm = LLM(target, {"method": "draft_model", "model": draft})
+    long, short = zoo.ragged_prompts(1)[0] * 12, zoo.ragged_prompts(2)[1]
+    samplings = [Sampling(temperature=0, max_tokens=tokens) for tokens in (16, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outs = llm.generate([long, short], samplings)
+    assert outs[0].token_ids == zoo.reference(target, long, 16)
+    assert outs[0].stats.drafted == 0
+
+
+def test_a_level_that_took_long_once_is_tried_again() -> None:
+    llm = LLM(zoo.tiny("llama"), {"method": "draft_model", "model": zoo.tiny("llama", seed=1)})
+    drafter: Any = llm.engine.drafter
+    drafter._level_seconds, drafter._levels = 30.0, 9
+    llm.generate([[1, 2, 3]] * 40, Sampling(temperature=0, max_tokens=40))
+    assert drafter._level_seconds < 30.0
+
+
+class Peeper(Drafter):
+    """Looks at the target's noise and draws only where it likes what it sees."""
+
+    def propose(self, batch: Batch) -> Draft | None:
+        flat = torch.zeros(len(batch.sequences), zoo.VOCABULARY)
+        rows = list(range(len(batch.sequences)))
+        batch.dice.outlook(flat, rows, [()] * len(rows), 1)
+        batch.dice.draw(flat)
+        return None
+
+
+def test_who_knows_the_noise_may_not_draw() -> None:
+    """Not in that step, and in no later one: chosen with that knowledge, draws are biased."""
+    target = zoo.tiny("llama")
+    warm = Sampling(temperature=0.9, max_tokens=20, seed=3)
+    llm = LLM(target, Peeper())
+    with pytest.warns(DrafterFaultWarning, match="knows too much to draw"):
+        out = llm.generate([[1, 2, 3]], warm)[0]
+    assert out.stats.drafted == 0
+    assert out.token_ids == LLM(target, "none").generate([[1, 2, 3]], warm)[0].token_ids
+
+
+@pytest.mark.parametrize("method", ["auto", "suffix", "recycle", "draft_model"])
+def test_no_number_is_none_and_zero_is_refused(method: str) -> None:
+    config = {"method": method, "num_speculative_tokens": 0}
+    with pytest.raises(errors.ConfigError, match="whole number from 1"):
+        LLM(zoo.tiny("llama"), config)

@@ -11,6 +11,7 @@ import draftahead
 ROOT = Path(draftahead.__file__).parent
 ORDER = [
     "errors",
+    "stats",
     "types",
     "sampling",
     "tree",
@@ -29,6 +30,7 @@ ORDER = [
     "text",
     "scheduler",
     "engine",
+    "presets",
     "llm",
     "prompts",
     "bench",

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import zoo
 from draftahead import LLM, Sampling, errors
+from draftahead.drafters import recycle
 from draftahead.drafters.recycle import KEPT, Recycle
 
 GREEDY = Sampling(temperature=0, max_tokens=30)
@@ -50,7 +51,7 @@ def test_every_verified_node_is_remembered(target: Any) -> None:
 
 
 def test_a_scope_remembers_and_nobody_else_profits(target: Any) -> None:
-    llm, drafter = recycling(target)
+    llm, drafter = recycling(target, shared=True)
     first = llm.generate([PROMPT], GREEDY, scope="ann")[0].stats
     again = llm.generate([PROMPT], GREEDY, scope="ann")[0].stats
     assert again.steps < first.steps
@@ -61,6 +62,18 @@ def test_a_scope_remembers_and_nobody_else_profits(target: Any) -> None:
         llm.generate([PROMPT], Sampling(temperature=0, max_tokens=2), scope=str(number))
     assert len(drafter._shared) <= 64
     assert "ann" not in drafter._shared
+    alone, drafter = recycling(target)  # nothing is shared unless the drafter is asked to, either
+    alone.generate([PROMPT], GREEDY, scope="ann")
+    assert not drafter._shared
+
+
+def test_memory_is_bounded(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycle, "KNOWN", 5)
+    llm, drafter = recycling(target, shared=True)
+    out = llm.generate([PROMPT], GREEDY, scope="ann")[0]
+    memory = drafter._shared["ann"]
+    assert len(memory) == 5
+    assert out.token_ids[-2] in memory  # the newest stay
 
 
 def table(file: Path, rows: int = zoo.VOCABULARY) -> Path:
@@ -81,6 +94,15 @@ def test_a_table_is_a_start(target: Any, tmp_path: Path) -> None:
     without = recycling(target)[0].generate(zoo.ragged_prompts(3), GREEDY)
     assert [out.token_ids for out in with_table] == [out.token_ids for out in without]
     assert sum(o.stats.drafted for o in with_table) > sum(o.stats.drafted for o in without)
+
+
+def test_a_table_that_fits_no_more_is_left_alone(target: Any) -> None:
+    """One that nobody asked for, of a model whose vocabulary was changed."""
+    target.draftahead_alias = "smollm2"
+    try:
+        assert not recycling(target)[1].table
+    finally:
+        del target.draftahead_alias
 
 
 def test_a_wrong_table_is_refused(target: Any, tmp_path: Path) -> None:

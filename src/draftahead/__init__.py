@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from draftahead.drafters import Drafter, register
     from draftahead.errors import DraftaheadError, DrafterFaultWarning
     from draftahead.llm import LLM
+    from draftahead.stats import Stats
     from draftahead.types import (
         Batch,
         Completion,
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
         Sampling,
         Scores,
         Sequence,
-        Stats,
         TokenLogprob,
         Verdict,
     )
@@ -46,6 +46,7 @@ _HOMES = {
     "LLM": "llm",
     "Drafter": "drafters",
     "register": "drafters",
+    "Stats": "stats",
     "DraftaheadError": "errors",
     "DrafterFaultWarning": "errors",
 }

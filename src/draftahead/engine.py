@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 import warnings
@@ -11,11 +12,12 @@ from typing import NamedTuple
 import torch
 
 from draftahead import tree
-from draftahead.drafters import Drafter
+from draftahead.drafters import Drafter, sound
 from draftahead.errors import DrafterFaultWarning
 from draftahead.policy import Policy, Spent
 from draftahead.sampling import Context, DraftDice, hash_key, logprobs_of
 from draftahead.scheduler import Scheduler
+from draftahead.stats import Stats
 from draftahead.target import Target
 from draftahead.text import Decode, TextTail
 from draftahead.types import (
@@ -25,7 +27,6 @@ from draftahead.types import (
     Request,
     Scores,
     Sequence,
-    Stats,
     TokenLogprob,
     Verdict,
 )
@@ -110,8 +111,8 @@ class Engine:
         draft = flight.draft
         for row, sequence in enumerate(flight.batch.sequences):
             depths = tree.depths(draft.above[row])
-            seconds = flight.clock.spent["verify_seconds"]
-            sequence.stats.count(depths[1 : draft.sizes[row]], kept[row], seconds)
+            pass_ = draft.parents.shape[1], flight.clock.spent["verify_seconds"]
+            sequence.stats.count(depths[1 : draft.sizes[row]], kept[row], *pass_)
             flight.clock.charge(sequence.stats)
         self._note(flight, verdict)
 
@@ -122,11 +123,12 @@ class Engine:
             return None
         clock = Clock()
         batch = self._batch()
-        draft = self._propose(batch)
+        proposed, draft = self._propose(batch)
         clock.lap("draft_seconds")
         scores = self.target.score(batch, draft)
         clock.lap("verify_seconds")
-        return Flight(batch, draft, scores, clock, self._asked, self._asked and self._guided)
+        guided = self._asked and self._guided
+        return Flight(batch, draft, scores, clock, proposed, self._asked, guided)
 
     def _land(self, flight: Flight) -> tuple[Verdict, list[int]]:
         """Verifies, keeps, learns, commits; also returns how many drafted tokens each row keeps."""
@@ -138,8 +140,9 @@ class Engine:
         clock.lap("other_seconds")
         # Copies: a drafter's slip stays its own.
         told = Verdict([list(p) for p in verdict.paths], [list(t) for t in verdict.tokens])
+        shown = dataclasses.replace(scores, draft=draft.copied())
         if flight.asked:  # one that is switched off costs nothing
-            self._guarded(lambda: self.drafter.learn(batch, told, scores))
+            self._guarded(lambda: self.drafter.learn(batch, told, shown))
         clock.lap("draft_seconds")
         kept = self.scheduler.commit(batch, verdict, logprobs)
         for sequence in batch.sequences:
@@ -152,16 +155,17 @@ class Engine:
 
     def _note(self, flight: Flight, verdict: Verdict) -> None:
         """What the policy learns of a step: of times also from a drafter that decides by itself."""
-        draft, spent = flight.draft, flight.clock.spent
-        claims = []
-        for row, said in enumerate(draft.claims or []):
-            path = set(verdict.paths[row])
-            claims += [(claim, node in path) for node, claim in enumerate(said, start=1)]
-        texts, width = draft.parents.shape
+        spent, claims = flight.clock.spent, []
+        if flight.proposed is not None:
+            for row, said in enumerate(verdict.tokens):
+                claims += outcomes(flight.proposed, row, said)
+        texts, width = flight.draft.parents.shape
         tokens = sum(map(len, verdict.tokens))
         keys = sum(len(sequence.tokens) for sequence in flight.batch.sequences)
         self.policy.costs.situate(texts, keys)  # a next pass may be under way, for other texts
         seconds = Spent(spent["draft_seconds"], spent["verify_seconds"])
+        if self.target.one_shape:
+            width = 1  # as every pass is padded to
         self.policy.note(texts, width, tokens, seconds, claims, asked=flight.guided)
 
     def _batch(self) -> Batch:
@@ -197,13 +201,14 @@ class Engine:
 
     # ---------------------------------------------------------------------- the drafter's side
 
-    def _propose(self, batch: Batch) -> Draft:
-        """The drafter's guesses, or none. Whatever it does, the draft that comes out is sound."""
+    def _propose(self, batch: Batch) -> tuple[Draft | None, Draft]:
+        """The drafter's guesses where it makes claims, and those of them, or of others, that are
+        worth a pass. Whatever it does, the draft that comes out is sound."""
         paused = self.policy.guard.closed()
         self.policy.tally.paused += paused
         self._asked = not paused and self._faults < GIVE_UP_AFTER and any(batch.rooms)
         if not self._asked:
-            return Draft.nothing(batch.roots)
+            return None, Draft.nothing(batch.roots)
         found: list[Draft | None] = [None]
 
         def ask() -> None:
@@ -218,14 +223,17 @@ class Engine:
         draft = dice.draft() or found[0]
         if draft is None:
             self.policy.tally.nothing += 1
-            return Draft.nothing(batch.roots)
+            return None, Draft.nothing(batch.roots)
         draft = trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.one_shape)
         if draft.claims is None:
-            return draft
+            return None, draft
         self._guided = True
-        width = self.policy.width(draft.claims)
+        if self.target.one_shape:
+            return draft, draft  # padded anyway: these rows cost nothing
+        worths = [self.policy.worth(*row) for row in zip(draft.claims, draft.above, strict=True)]
+        width = self.policy.width(worths)
         self.policy.tally.declined += width == 1
-        return pruned(draft, batch, [likeliest(row, width) for row in draft.claims])
+        return draft, pruned(draft, batch, [likeliest(row, width) for row in worths])
 
     def _guarded(self, call: Callable[[], None], *, counts: bool = False) -> None:
         """Runs a drafter's code. A fault costs its guesses and one warning, never the text."""
@@ -252,6 +260,7 @@ class Flight(NamedTuple):
     draft: Draft
     scores: Scores
     clock: Clock
+    proposed: Draft | None  # with claims, before it was cut to what pays
     asked: bool  # the drafter was
     guided: bool  # and it is one that the policy guides
 
@@ -299,48 +308,21 @@ def _logprobs(batch: Batch, scores: Scores, verdict: Verdict) -> dict[int, list[
 # ------------------------------------------------------------------------- sound drafts only
 
 
-def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
-    """Refuses a draft that is no tree of known tokens over this batch's roots."""
-    rows = len(batch.sequences)
-    if draft.tokens.ndim != 2 or draft.tokens.shape != draft.parents.shape:
-        raise ValueError(
-            f"tokens {draft.tokens.shape} and parents {draft.parents.shape} must match"
-        )
-    if len(draft.tokens) != rows or len(draft.sizes) != rows:
-        raise ValueError(f"a draft of {len(draft.tokens)} rows for a batch of {rows}")
-    if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
-        raise ValueError("tokens and parents must be whole numbers")
-    width = draft.tokens.shape[1]
-    if not all(1 <= size <= width for size in draft.sizes):
-        raise ValueError(f"sizes {draft.sizes} do not fit {width} nodes")
-    tokens, parents = draft.rows, draft.above
-    for row, size in enumerate(draft.sizes):
-        if tokens[row][0] != batch.roots[row]:
-            raise ValueError("node 0 must be the last token of the text")
-        if not all(0 <= token < vocabulary for token in tokens[row][:size]):
-            raise ValueError(f"a token outside the vocabulary of {vocabulary}")
-        if not all(0 <= parents[row][node] < node for node in range(1, size)):
-            raise ValueError("a parent must stand before its children")
-    # A law that we did not draw from ourselves is only a claim.
-    guesses = [
-        list(zip(tokens[row][1:size], parents[row][1:size], strict=True))
-        for row, size in enumerate(draft.sizes)
-    ]
-    return Draft.trees(batch.roots, guesses, sound_claims(draft))
-
-
-def sound_claims(draft: Draft) -> list[list[float]] | None:
-    """Likelihoods for every guess, none above its parent's; None for anything else."""
-    if draft.claims is None or [1 + len(row) for row in draft.claims] != list(draft.sizes):
-        return None
+def outcomes(draft: Draft, row: int, said: list[int]) -> list[tuple[float, bool]]:
+    """Of every claim whether it came true, scored or not: by what the target said. What lies beyond
+    its last token is not known and left out."""
+    assert draft.claims is not None
+    came: list[bool | None] = [True]
+    depths = tree.depths(draft.above[row])
     found = []
-    for row, parents in zip(draft.claims, draft.above, strict=True):
-        said = [1.0]
-        for node, claim in enumerate(row, start=1):
-            if not 0 <= float(claim) <= 1:
-                return None
-            said.append(min(float(claim), said[parents[node]]))
-        found.append(said[1:])
+    for node in range(1, draft.sizes[row]):
+        before, at = came[draft.above[row][node]], depths[node] - 1
+        now = before
+        if before is True:
+            now = said[at] == draft.rows[row][node] if at < len(said) else None
+        came.append(now)
+        if now is not None:
+            found.append((draft.claims[row][node - 1], now))
     return found
 
 

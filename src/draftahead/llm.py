@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import secrets
-import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from draftahead import drafters, hub
+from draftahead import drafters, hub, presets
 from draftahead.drafters import Drafter, Setting
 from draftahead.engine import Engine
 from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError, nearest
 from draftahead.runtime.linear import quantize_model
+from draftahead.stats import Stats
 from draftahead.target import Target
 from draftahead.text import no_text
-from draftahead.types import Completion, Exact, Piece, Request, Sampling, Sequence, Stats
+from draftahead.types import Completion, Exact, Piece, Request, Sampling, Sequence
 from draftahead.verify import Rule
 
 Message = Mapping[str, Any]
+Load = Callable[[str], tuple[Any, Any]]  # name -> model, tokenizer
 Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or a conversation
-UNFOLLOWED = (
-    *("no_repeat_ngram_size", "encoder_repetition_penalty", "sequence_bias", "typical_p"),
-    *("epsilon_cutoff", "eta_cutoff", "suppress_tokens", "begin_suppress_tokens", "top_h"),
-    *("exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id"),
-)
-DEFAULT_MAX_TOKENS = 256  # where neither the user nor the model says
 
 
 class LLM:
@@ -62,6 +57,7 @@ class LLM:
         compile: bool = False,
         trust_remote_code: bool = False,
         report: hub.Report = hub.silent,
+        _load: Load | None = None,
     ) -> None:
         if not isinstance(model, str | Path) and not hasattr(model, "config"):
             raise ConfigError(f"{model!r} is no model, and no name or path of one")
@@ -81,8 +77,9 @@ class LLM:
                 quantize_model(loaded)
             return loaded, its_tokenizer
 
+        self._load: Load = _load or functools.cache(load)
         if isinstance(model, str | Path):
-            model, own_tokenizer = load(str(model))
+            model, own_tokenizer = self._load(str(model))
             tokenizer = tokenizer or own_tokenizer
         elif dtype is not None or device is not None or quantize is not None:
             raise ConfigError(
@@ -100,16 +97,29 @@ class LLM:
             tokenizer=tokenizer,
             max_batch=max_batch,
             max_context=target.max_context,
-            load=load,
+            load=self._load,
             successors=hub.successors_of(model),
         )
-        self._warn_of_unfollowed()
+        presets.warn_of_unfollowed(model)
         self.engine = Engine(
             target,
             drafters.build(drafter, setting),
             no_text if tokenizer is None else self._decode,
             exact=exact,
             rule=rule,
+        )
+
+    def sibling(self, drafter: str | Mapping[str, Any] | Drafter, *, max_batch: int) -> LLM:
+        """The same model with another drafter and a cache of its own; what one of them has loaded,
+        the others need not load again."""
+        context = self.engine.target.max_context
+        return LLM(
+            self.model,
+            drafter,
+            tokenizer=self.tokenizer,
+            max_batch=max_batch,
+            max_context=context,
+            _load=self._load,
         )
 
     # --------------------------------------------------------------------------- generating
@@ -249,7 +259,8 @@ class LLM:
                 f"the prompt has {len(ids)} tokens and the context {context}: shorten it"
                 + self._larger_context_hint()
             )
-        sampling = self._followed(asked, room=context - len(ids))
+        with_text = self.tokenizer is not None
+        sampling = presets.followed(asked, self.model, context - len(ids), with_text=with_text)
         if len(ids) + (sampling.max_tokens or 0) > context:
             raise ContextLengthError(
                 f"{len(ids)} prompt tokens and max_tokens={sampling.max_tokens} exceed the context "
@@ -273,7 +284,9 @@ class LLM:
             prompt=tuple(ids),
             sampling=sampling,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            eos_token_ids=frozenset(i for i in self._end_ids() if i < vocabulary),
+            eos_token_ids=frozenset(
+                i for i in presets.end_ids(self.model, self.tokenizer) if i < vocabulary
+            ),
             bad_word_ids=banned,
             reuse=reuse,
             scope=scope,
@@ -284,54 +297,6 @@ class LLM:
         if passes.max_context < passes.limit:
             return f", or give the cache more room with max_context (at most {passes.limit})"
         return ""
-
-    def _followed(self, asked: Sampling, room: int) -> Sampling:
-        """Unset fields follow the model's generation_config, and else do nothing."""
-        config: Any = getattr(self.model, "generation_config", None)
-
-        def preset(name: str, otherwise: Any) -> Any:
-            value = getattr(config, name, None)
-            return otherwise if value is None else value
-
-        warmth = preset("temperature", 1.0) if preset("do_sample", False) else 0.0
-        presets = {
-            "temperature": warmth,
-            "top_k": preset("top_k", 0),
-            "top_p": preset("top_p", 1.0),
-            "min_p": preset("min_p", 0.0),
-            "repetition_penalty": preset("repetition_penalty", 1.0),
-            "min_tokens": preset("min_new_tokens", 0),
-            "max_tokens": min(preset("max_new_tokens", DEFAULT_MAX_TOKENS), room),
-        }
-        most = presets["max_tokens"] if asked.max_tokens is None else asked.max_tokens
-        presets["min_tokens"] = min(presets["min_tokens"], most)
-        if not asked.bad_words and preset("bad_words_ids", None):
-            presets["bad_words"] = config.bad_words_ids
-        if not asked.stops and preset("stop_strings", None) and self.tokenizer is not None:
-            presets["stop"] = config.stop_strings
-        unset = {
-            name: value for name, value in presets.items() if getattr(asked, name) in (None, (), "")
-        }
-        return dataclasses.replace(asked, **unset)
-
-    def _warn_of_unfollowed(self) -> None:
-        """Settings of the model that we have no field for are named, not dropped in silence."""
-        config = getattr(self.model, "generation_config", None)
-        found = [name for name in UNFOLLOWED if getattr(config, name, None) not in (None, 0, 1.0)]
-        if found:
-            warnings.warn(
-                f"the model's generation_config sets {', '.join(found)}, which is not applied; "
-                "pass a LogitsProcessor in Sampling(processors=...) if you need it",
-                stacklevel=3,
-            )
-
-    def _end_ids(self) -> frozenset[int]:
-        for source in (getattr(self.model, "generation_config", None), self.model.config):
-            ends = getattr(source, "eos_token_id", None)
-            if ends is not None:
-                return frozenset([ends] if isinstance(ends, int) else ends)
-        end = getattr(self.tokenizer, "eos_token_id", None)
-        return frozenset() if end is None else frozenset([end])
 
     def _bad_word_ids(self, words: Seq[str | Seq[int]]) -> tuple[tuple[int, ...], ...]:
         """A word is banned at the start of a text and after a space alike."""

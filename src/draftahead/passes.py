@@ -74,6 +74,8 @@ class CachedModel:
         # None where the pass did not find it on its way.
         self.best: Tensor | None = None
         self.top: Tensor | None = None  # [B, N, 4] likewise, the largest few
+        self.states: Tensor | None = None  # [B, N, W, H] what is watched: see `watch`
+        self._watched: tuple[int, ...] = ()
         probe = ShapeProbe()
         calls = self._probe(probe)
         length = self.max_context + spare
@@ -87,6 +89,16 @@ class CachedModel:
     def bit_stable(self) -> bool:
         """Whether a token's logits are the same bits in every pass, whatever else is in it."""
         return self._decoder is not None and self._decoder.bit_stable
+
+    def watch(self, depths: Seq[int]) -> None:
+        """From now on every pass leaves in `states` what its nodes were after so many layers; after
+        all of them, behind the last norm (and only where it scores)."""
+        layers = int(text_config(self.model).num_hidden_layers)
+        if not depths or not all(0 < depth <= layers for depth in depths):
+            raise ConfigError(f"states are there after 1 to {layers} layers, not {list(depths)}")
+        self._watched = tuple(depths)
+        if self._decoder is not None:
+            self._decoder.watch(self._watched)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -132,7 +144,7 @@ class CachedModel:
             above = None if parents is None else parents.tolist()
             found = self._decoder.run(tokens, held, above, place=place, scored=scored)
             if found is not None:
-                self.best, self.top = found.best, found.top
+                self.best, self.top, self.states = found.best, found.top, found.states
                 return found.logits
         self.best = self.top = None
         tokens = F.pad(tokens.to(self.device), (0, int(beacon)))
@@ -151,7 +163,9 @@ class CachedModel:
         mask = attention.distances(lengths, depths, ancestors, live)
         slots = lengths[:, None] + torch.arange(width, device=self.device)
         window = CacheWindow(self.cache, first, slots, live, real)
-        logits = self._forward(tokens, positions, mask, window, scored)
+        logits, self.states = self._forward(tokens, positions, mask, window, scored)
+        if beacon:
+            self.states = None if self.states is None else self.states[:, :-1]
         return logits[:, :-1] if beacon else logits
 
     # longrope chooses its frequencies by the largest position in the pass: another set once a
@@ -178,7 +192,7 @@ class CachedModel:
         cache: Any,
         scored: bool,
         attention_name: str = attention.NAME,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         if not self._uses_interface:
             mask = attention.additive(mask, self.model.dtype)
         extra = {} if scored or not self._keeps_last else {"logits_to_keep": 1}
@@ -189,10 +203,12 @@ class CachedModel:
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
+                output_hidden_states=bool(self._watched),
                 **extra,
             )
-        logits: Tensor = out.logits
-        return logits
+        if not self._watched:
+            return out.logits, None
+        return out.logits, torch.stack([out.hidden_states[depth] for depth in self._watched], 2)
 
     @contextmanager
     def _our_kernels(self, name: str = attention.NAME) -> Iterator[None]:
@@ -260,7 +276,10 @@ class CachedModel:
         """Another way to run the model's passes, if there is one and it agrees with the model's own
         forward on a text and a tree."""
         self._binding = Binding(self.model)
-        return self._checked(self._other_pass(), row)
+        found = self._checked(self._other_pass(), row)
+        if found is not None and self._watched:
+            found.watch(self._watched)
+        return found
 
     def _checked(self, decoder: Decoder | None, row: int) -> Decoder | None:
         count = min(self.max_context - 6, 24)

@@ -22,13 +22,15 @@ from typing import NamedTuple
 from draftahead.rates import BINS, Calibration
 
 SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
-SURVEY = 0.5  # seconds that measuring at the start may take, but for the pass it is in
+SURVEY_WARM_UP = 1.0  # seconds that a first pass of each width may take in all, at the start
+SURVEY = 0.4  # and measuring them
 SURVEY_TURNS = 4
 SURVEYED_KEYS = 1024
 WARM_UP = 3  # passes of a width of which the quickest counts
 PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to the width
 LOSS = 0.02  # of the run's time that drafting may cost before it pauses
 GRACE = 0.5  # of a pass, on top: one guess that fails is no reason
+CREDIT = 8.0  # passes of gain that can make up for a loss: what was long ago does not count
 PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 
 
@@ -50,16 +52,23 @@ class Costs:
     def survey(self, timed: Callable[[int, int], float], room: int) -> None:
         """Measures this machine before the first step: `timed(rows, keys)` runs a pass over so many
         rows behind so many keys, no more than `room`. What there is no time for is seen later."""
-        start, keys = time.perf_counter(), min(SURVEYED_KEYS, room)
+        keys = min(SURVEYED_KEYS, room)
         places = [(1, 0), (8, 0), (1, keys), (8, keys), (16, 0), (4, 0), (2, 0)]
+        start = time.perf_counter()
+        warm = []
+        for place in places:  # a first pass may compile or record: it tells nothing
+            timed(*place)
+            warm.append(place)
+            if time.perf_counter() - start > SURVEY_WARM_UP:
+                break
+        # Turn by turn, and the quickest of each: what a busy machine does meanwhile should not
+        # fall on one width.
+        start = time.perf_counter()
         taken: dict[tuple[int, int], float] = {}
-        # Turn by turn, and the quickest of each: a first pass may compile or record, and what a
-        # busy machine does meanwhile should not fall on one width.
-        for rows, behind in places * SURVEY_TURNS:
+        for place in warm * SURVEY_TURNS:
             if time.perf_counter() - start > SURVEY:
                 break
-            seconds = timed(rows, behind)
-            taken[rows, behind] = min(taken.get((rows, behind), math.inf), seconds)
+            taken[place] = min(taken.get(place, math.inf), timed(*place))
         for (rows, behind), seconds in taken.items():
             if not behind:
                 self._shape[rows], self._seen[rows] = seconds, WARM_UP
@@ -84,7 +93,9 @@ class Costs:
         self._shape[rows] *= surprise**WIDTH
 
     def note_drafting(self, seconds: float) -> None:
-        self.drafting = seconds if not self.drafting else 0.8 * self.drafting + 0.2 * seconds
+        # A prompt that is read for the first time takes longer, and is no price of a step.
+        usual = min(seconds, 3 * self.drafting) if self.drafting else seconds
+        self.drafting = usual if not self.drafting else 0.8 * self.drafting + 0.2 * usual
 
     def of(self, rows: int) -> float:
         """For this many rows of the batch as it is now."""
@@ -124,9 +135,9 @@ class Guard:
     def note(self, seconds: float, plain_seconds: float, *, a_pass: float, drafted: bool) -> None:
         """A step, and what plain decoding would have taken for its tokens, and for one pass."""
         self.run += seconds
-        if not drafted:
+        if not drafted or self.steps_left:  # or on its way when the pause began
             return
-        self.balance += plain_seconds - seconds
+        self.balance = min(self.balance + plain_seconds - seconds, CREDIT * a_pass)
         if self.balance < -LOSS * self.run - GRACE * a_pass:
             self.steps_left, self.pauses = self.pause, self.pauses + 1
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
@@ -162,15 +173,23 @@ class Policy:
     guard: Guard = field(default_factory=Guard)
     tally: Tally = field(default_factory=Tally)
 
-    def width(self, claims: Seq[Seq[float]]) -> int:
-        """How many rows a text to score. `claims` [b]: of each drafted node, that it is reached and
-        right, none likelier than its parent; a pass is as wide as its widest text."""
-        texts = len(claims)
-        ranked = [sorted((self.calibration(c) for c in row), reverse=True) for row in claims]
+    def worth(self, claims: Seq[float], parents: Seq[int]) -> list[float]:
+        """What claims of nodes turned out to be worth, none more than its parent's."""
+        found = [1.0]
+        for node, claim in enumerate(claims, start=1):
+            found.append(min(self.calibration(claim), found[parents[node]]))
+        return found[1:]
+
+    def width(self, worths: Seq[Seq[float]]) -> int:
+        """How many rows a text to score. `worths` [b]: of each drafted node, that it is reached and
+        right, none likelier than its parent; a pass is as wide as its widest text. What drafting
+        took is spent already, and no reason to waste it."""
+        texts = len(worths)
+        ranked = [sorted(row, reverse=True) for row in worths]
         best, best_rate = 1, texts / self.costs.of(texts)
         for width in range(2, 2 + max(map(len, ranked), default=0)):
             gain = texts + sum(sum(row[: width - 1]) for row in ranked)
-            rate = gain / (self.costs.of(texts * width) + self.costs.drafting)
+            rate = gain / self.costs.of(texts * width)
             if rate > best_rate:
                 best, best_rate = width, rate
         return best
@@ -185,12 +204,13 @@ class Policy:
             self.costs.note_drafting(spent.drafting)
         for claim, came_true in claims:
             self.calibration.note(claim, came_true)
-        plain = tokens / texts * self.costs.of(texts)
-        a_pass = self.costs.of(texts)
-        self.guard.note(spent.passing + spent.drafting, plain, a_pass=a_pass, drafted=asked)
+        # By the usual times: what else the machine did meanwhile is no fault of the drafter's.
+        a_pass, taken = self.costs.of(texts), self.costs.of(texts * width) + spent.drafting
+        plain = tokens / texts * a_pass
+        self.guard.note(taken, plain, a_pass=a_pass, drafted=asked)
         self.tally.widths[width] += 1
         self.tally.tokens += tokens
-        self.tally.seconds += spent.passing + spent.drafting
+        self.tally.seconds += taken
         self.tally.plain_seconds += plain
 
     def reasons(self) -> list[str]:
@@ -219,7 +239,7 @@ class Policy:
             (tally.declined, "no guess promised more tokens a second than it cost"),
             (
                 tally.paused,
-                f"drafting was paused, {self.guard.pauses} times, after it had cost "
+                f"drafting was paused ({self.guard.pauses}x) after it had cost "
                 f"more than {LOSS:.0%} of the time",
             ),
         )

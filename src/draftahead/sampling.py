@@ -297,6 +297,8 @@ class DraftDice:
         self, logits: Tensor, rows: Tensor | None = None, best: Tensor | None = None
     ) -> Tensor:
         # Everything that can fail comes before the draw: what is drawn stands.
+        if self.by_law and any(sequence.foreseen for sequence in self.sequences):
+            raise ValueError("a drafter that asked for the outlook knows too much to draw")
         if logits.ndim != 2 or len(logits) != len(self.sequences):
             raise ValueError(f"dice want logits [{len(self.sequences)}, V], not {logits.shape}")
         wanted = rows.tolist() if rows is not None else [True] * len(self.sequences)
@@ -334,6 +336,8 @@ class DraftDice:
         """See Dice. A token's weight is its probability over its arrival time in the target's own
         race, so the heaviest is what the target would draw from this very law."""
         contexts = [Context(self.sequences[b], path) for b, path in zip(rows, paths, strict=True)]
+        for context in contexts:
+            context.sequence.foreseen = True
         logits = processed(self._fitted(logits), contexts)
         settings = [context.sequence.sampling for context in contexts]
         warm = _column([s.temperature or 1.0 for s in settings], logits)

@@ -99,7 +99,8 @@ class Target:
             alone = [run(draft.tokens[r : r + 1], first=r, parents=above[r]).clone() for r in rows]
             return Scores(torch.cat(alone), draft=draft)
         logits = self.passes.run(draft.tokens, parents=parents)
-        return Scores(logits, self.passes.best, self.passes.top, draft)
+        passes = self.passes
+        return Scores(logits, passes.best, passes.top, passes.states, draft)
 
     def _rotate_crossed(self, batch: Batch) -> None:
         """A text that has just outgrown longrope's switch is rotated anew, as transformers does."""

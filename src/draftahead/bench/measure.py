@@ -11,7 +11,8 @@ from typing import Any
 
 from draftahead.bench.sides import Ours, Outcome, Side
 from draftahead.prompts import BenchPrompt
-from draftahead.types import Sampling, Stats
+from draftahead.stats import Stats
+from draftahead.types import Sampling
 
 OVERALL = "overall"
 LENGTHS = (8, 32, 128, 384)  # of random prompts

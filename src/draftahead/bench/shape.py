@@ -19,7 +19,8 @@ from draftahead.bench.sides import Ours
 from draftahead.drafters import Drafter
 from draftahead.errors import ConfigError, nearest
 from draftahead.llm import LLM
-from draftahead.types import Batch, Draft, Sampling, Scores, Sequence, Stats, Verdict
+from draftahead.stats import Stats
+from draftahead.types import Batch, Draft, Sampling, Scores, Sequence, Verdict
 
 
 @dataclass(frozen=True)

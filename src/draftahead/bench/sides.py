@@ -13,7 +13,8 @@ from draftahead.bench.machine import synchronize
 from draftahead.errors import ConfigError
 from draftahead.hub import gguf_path
 from draftahead.llm import LLM
-from draftahead.types import Sampling, Stats
+from draftahead.stats import Stats
+from draftahead.types import Sampling
 
 
 @dataclass

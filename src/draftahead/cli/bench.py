@@ -207,11 +207,8 @@ def _sides(
 def side(name: str, first: LLM, drafter: dict[str, Any], batch: int) -> Side:
     """Another drafter for a model that is loaded already."""
     from draftahead.bench.sides import Ours
-    from draftahead.llm import LLM
 
-    context = first.engine.target.max_context
-    kept = {"tokenizer": first.tokenizer, "max_batch": batch, "max_context": context}
-    return Ours(name, LLM(first.model, drafter, **kept), batch)
+    return Ours(name, first.sibling(drafter, max_batch=batch), batch)
 
 
 def _peers(names: list[str], model: str, llm: LLM) -> list[Side]:

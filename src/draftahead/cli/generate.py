@@ -16,7 +16,8 @@ from draftahead.errors import PromptError
 
 if TYPE_CHECKING:
     from draftahead.llm import LLM
-    from draftahead.types import Completion, Sampling, Stats
+    from draftahead.stats import Stats
+    from draftahead.types import Completion, Sampling
 
 DRAFTED = "bold green"
 

@@ -66,7 +66,11 @@ def tune(
     for number in numbers:
         fixed = config | {"num_speculative_tokens": number}
         sides.append(bench.side(str(number), first, fixed, batch))
-    sides.append(bench.side(tuning.GUIDED, first, config, batch))
+    own = bench.side(tuning.DEFAULT, first, config, batch)
+    assert isinstance(own, Ours)
+    if getattr(own.llm.engine.drafter, "guided", False):
+        own.name = tuning.GUIDED
+    sides.append(own)
     found = bench.run(notes, first, sides, chosen, batch, limit, sampling, repeats)
     if not found.groups:
         raise ConfigError("interrupted before the first prompt was through: nothing to tell")
@@ -75,9 +79,7 @@ def tune(
     report["depths"] = tuning.by_depth(results)
     report["passes"] = tuning.passes_of(results)
     report["choices"] = tuning.choices(results, between(report["passes"], "mean_ms"))
-    guided = sides[-1]
-    assert isinstance(guided, Ours)
-    report["reasons"] = [*guided.llm.explain(), tuning.verdict(report["choices"])]
+    report["reasons"] = [*own.llm.explain(), tuning.verdict(report["choices"])]
     console.print(tuning.depth_table(report["depths"]))
     title = f"{model}, {name}, batch {batch}: what a number of guesses is worth"
     console.print(tuning.choices_table(report["choices"], title))

@@ -113,8 +113,58 @@ def build(wanted: str | Mapping[str, Any] | Drafter, setting: Setting) -> Drafte
     return maker(setting, **options)
 
 
-def positive(name: str, value: Any, most: int = 63) -> int:
-    """A checked whole number, for the options of drafters."""
+# ------------------------------------------------------------------------- sound drafts only
+
+
+def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
+    """Refuses a draft that is no tree of known tokens over this batch's roots."""
+    rows = len(batch.sequences)
+    if draft.tokens.ndim != 2 or draft.tokens.shape != draft.parents.shape:
+        raise ValueError(
+            f"tokens {draft.tokens.shape} and parents {draft.parents.shape} must match"
+        )
+    if len(draft.tokens) != rows or len(draft.sizes) != rows:
+        raise ValueError(f"a draft of {len(draft.tokens)} rows for a batch of {rows}")
+    if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
+        raise ValueError("tokens and parents must be whole numbers")
+    width = draft.tokens.shape[1]
+    if not all(1 <= size <= width for size in draft.sizes):
+        raise ValueError(f"sizes {draft.sizes} do not fit {width} nodes")
+    tokens, parents = draft.rows, draft.above
+    for row, size in enumerate(draft.sizes):
+        if tokens[row][0] != batch.roots[row]:
+            raise ValueError("node 0 must be the last token of the text")
+        if not all(0 <= token < vocabulary for token in tokens[row][:size]):
+            raise ValueError(f"a token outside the vocabulary of {vocabulary}")
+        if not all(0 <= parents[row][node] < node for node in range(1, size)):
+            raise ValueError("a parent must stand before its children")
+    # A law that we did not draw from ourselves is only a claim.
+    guesses = [
+        list(zip(tokens[row][1:size], parents[row][1:size], strict=True))
+        for row, size in enumerate(draft.sizes)
+    ]
+    return Draft.trees(batch.roots, guesses, sound_claims(draft))
+
+
+def sound_claims(draft: Draft) -> list[list[float]] | None:
+    """Likelihoods for every guess, none above its parent's; None for anything else."""
+    if draft.claims is None or [1 + len(row) for row in draft.claims] != list(draft.sizes):
+        return None
+    found = []
+    for row, parents in zip(draft.claims, draft.above, strict=True):
+        said = [1.0]
+        for node, claim in enumerate(row, start=1):
+            if not 0 <= float(claim) <= 1:
+                return None
+            said.append(min(float(claim), said[parents[node]]))
+        found.append(said[1:])
+    return found
+
+
+def positive(name: str, value: Any, most: int = 63, default: int | None = None) -> int:
+    """A checked whole number, for the options of drafters; without one, the default."""
+    if value is None and default is not None:
+        return default
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise ConfigError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
     return value

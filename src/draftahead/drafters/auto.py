@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftahead.drafters import Drafter, Setting, build, positive, register
+from draftahead.drafters import Drafter, Setting, build, positive, register, sound
 from draftahead.errors import DrafterFaultWarning
 from draftahead.rates import Calibration
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
@@ -66,9 +66,11 @@ class Costly:
         return False
 
     def note(self, seconds: float, gain: float, width: float) -> None:
-        share = 1.0 if not self.asked else RECENT
+        # The first time, and after a while without it, it has much to read: no price of a step.
+        usual = min(seconds, 2 * self.seconds) if self.asked > 1 else seconds
+        share = 1.0 if self.asked <= 1 else RECENT
         self.asked += 1
-        self.seconds += share * (seconds - self.seconds)
+        self.seconds += share * (usual - self.seconds)
         self.gain += share * (gain - self.gain)
         self.width += share * (width - self.width)
 
@@ -84,17 +86,15 @@ class Auto(Drafter):
         shared_tokens: int = 0,
     ) -> None:
         self.guided = num_speculative_tokens is None
-        self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
+        self.most = positive("num_speculative_tokens", num_speculative_tokens, default=MOST)
         self.cheap: dict[str, Drafter] = {
             "suffix": build({"method": "suffix", "shared_tokens": shared_tokens}, setting),
-            "recycle": build("recycle", setting),
+            "recycle": build({"method": "recycle", "shared": shared_tokens > 0}, setting),
         }
         self.costly: Costly | None = None
         if model is not None:
-            config = {"method": "draft_model", "model": model}
-            if num_speculative_tokens is not None:
-                config["num_speculative_tokens"] = num_speculative_tokens
-            self.costly = Costly(build(config, setting))
+            self.costly = Costly(build({"method": "draft_model", "model": model}, setting))
+        self.vocabulary = setting.vocabulary
         self._scored: Counter[str] = Counter()  # guesses, by who proposed them
         self._kept: Counter[str] = Counter()
         self._calibrations: dict[tuple[str, ...], Calibration] = {}
@@ -104,10 +104,13 @@ class Auto(Drafter):
     # ------------------------------------------------------------------------------ proposing
 
     def propose(self, batch: Batch) -> Draft | None:
+        self._trees, self._asked_costly = [], None
         drafts = {name: self._ask(name, drafter, batch) for name, drafter in [*self.cheap.items()]}
         self._trees = self._merged(drafts, batch)
-        self._asked_costly = None
-        if self.costly and self.costly.pays(batch, promised(self._trees, batch)):
+        # A number of guesses that was asked for is made up whatever it takes.
+        if self.costly and (
+            not self.guided or self.costly.pays(batch, promised(self._trees, batch))
+        ):
             start = time.perf_counter()
             drafts["draft_model"] = self._ask("draft_model", self.costly.drafter, batch)
             self._asked_costly = time.perf_counter() - start
@@ -121,7 +124,8 @@ class Auto(Drafter):
     def _ask(self, name: str, drafter: Drafter, batch: Batch) -> Draft | None:
         """One that fails is left out from then on; the others go on."""
         try:
-            return drafter.propose(batch)
+            draft = drafter.propose(batch)
+            return None if draft is None else sound(draft, batch, self.vocabulary)
         except Exception as fault:
             self._leave_out(name, fault)
             return None
@@ -208,10 +212,14 @@ class Auto(Drafter):
         return found
 
     def release(self, sequence: Sequence) -> None:
-        for drafter in self.cheap.values():
-            drafter.release(sequence)
+        everyone = [*self.cheap.items()]
         if self.costly:
-            self.costly.drafter.release(sequence)
+            everyone.append(("draft_model", self.costly.drafter))
+        for name, drafter in everyone:
+            try:
+                drafter.release(sequence)
+            except Exception as fault:
+                self._leave_out(name, fault)
 
 
 def promised(trees: Seq[Seq[Guess]], batch: Batch) -> float:

@@ -31,6 +31,7 @@ DEEPEST = 8  # levels, where the number is left to it
 A_LEVEL = 2  # nodes of a tree that it goes on from at each level
 CHILDREN = 4  # of each of them
 LEAST = 0.02  # likelihood below which a guess is not worth its row
+FORGET = 0.98  # of the time of a level, whenever it was not run for it
 GOOD = 0.7  # chance that the next level holds a right guess, before that is known
 
 
@@ -40,7 +41,7 @@ class DraftModel(Drafter):
         self, setting: Setting, *, model: Any = None, num_speculative_tokens: int | None = None
     ) -> None:
         self.guided = num_speculative_tokens is None
-        self.count = positive("num_speculative_tokens", num_speculative_tokens or DEEPEST)
+        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=DEEPEST)
         if model is None:
             raise ConfigError("drafter 'draft_model' needs 'model': the name or path of a model")
         tokenizer = None
@@ -61,11 +62,12 @@ class DraftModel(Drafter):
         # Whose draws the rows' contents end with, still unnamed, and from where on.
         self._fed: tuple[Dice, list[int]] | None = None
         self._level_seconds = 0.0  # of one more level, as of late
+        self._levels = 0  # that this is known from
 
     def propose(self, batch: Batch) -> Draft | None:
         most = self.passes.max_context
         fits = [len(sequence.tokens) + self.count <= most for sequence in batch.sequences]
-        if not any(batch.rooms) or not any(fits):
+        if not any(room and fit for room, fit in zip(batch.rooms, fits, strict=True)):
             return None
         self._name_what_was_fed()
         if self.guided:
@@ -131,8 +133,12 @@ class DraftModel(Drafter):
             trees[row].add(node, children)
 
     def _note_level(self, seconds: float) -> None:
-        known = self._level_seconds
-        self._level_seconds = seconds if not known else 0.8 * known + 0.2 * seconds
+        self._levels += 1
+        if self._levels <= 3:  # the first may compile or record
+            self._level_seconds = min(seconds, self._level_seconds or seconds)
+        else:
+            usual = min(seconds, 3 * self._level_seconds)
+            self._level_seconds += 0.2 * (usual - self._level_seconds)
 
     def _pays(self, trees: list[Tree], frontier: list[list[int]], batch: Batch) -> bool:
         """Whether one more level promises more than it takes."""
@@ -142,7 +148,10 @@ class DraftModel(Drafter):
         if not reached or batch.price is None:
             return bool(reached)
         a_token = batch.price.of(len(trees)) / len(trees)
-        return GOOD * reached * a_token > self._level_seconds
+        if GOOD * reached * a_token > self._level_seconds:
+            return True
+        self._level_seconds *= FORGET  # or one bad moment would be believed for ever
+        return False
 
     # ---------------------------------------------------------------------------- what it reads
 

@@ -1,9 +1,9 @@
 """Token recycling (Luo et al., arXiv 2408.08696): after each token it verifies, the target has an
 opinion of what could follow; the best few are remembered for the next time that token comes up.
 
-What was remembered of one request drafts for no other, unless they name the same scope. What the
-target says after each token by itself is nobody's text: such a table may be given as a start
-(`scripts/successors.py` makes it; the one for smollm2 is in the package).
+What was remembered of one request drafts for no other, unless the drafter shares (`shared`) and
+both name the same scope. What the target says after each token by itself is nobody's text: such a
+table may be given as a start (`scripts/successors.py` makes it; one for smollm2 comes with us).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 KEPT = 4  # successors of a token
 MOST = 15  # guesses to choose from
 LEAST = 0.02  # likelihood below which a guess is not worth its row
+KNOWN = 16384  # tokens that are remembered, of a scope or a text; the oldest go first
 SCOPES = 64  # that are remembered; the one longest unused goes first
 # Before anything was seen: how often the first, second, ... successor comes true, if it was
 # remembered from a text, and if it stands in the table.
@@ -52,12 +54,18 @@ class Recycle(Drafter):
         *,
         num_speculative_tokens: int | None = None,
         successors: str | Path | None = None,
+        shared: bool = False,
     ) -> None:
         """Without a number of guesses, the policy takes as many as pay."""
         self.guided = num_speculative_tokens is None
-        self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
-        file = successors or setting.successors
-        self.table = read_table(file, setting.vocabulary) if file else {}
+        self.most = positive("num_speculative_tokens", num_speculative_tokens, default=MOST)
+        self.table: Mapping[int, list[int]] = {}
+        if successors is not None:
+            self.table = read_table(successors, setting.vocabulary)
+        elif setting.successors is not None:
+            with suppress(ConfigError):  # the model that it came with may have been changed
+                self.table = read_table(setting.successors, setting.vocabulary)
+        self.shared = shared
         self.rates: Rates[Kind] = Rates(
             lambda kind: FIRST[kind.remembered][kind.rank], worth=16.0, fade=0.99
         )
@@ -102,7 +110,7 @@ class Recycle(Drafter):
 
     def _memory(self, sequence: Sequence) -> Memory:
         scope = sequence.request.scope
-        if scope is None:
+        if scope is None or not self.shared:
             return self._own.setdefault(sequence.id, {})
         found = self._shared.setdefault(scope, {})
         self._shared.move_to_end(scope)
@@ -125,7 +133,10 @@ class Recycle(Drafter):
             guesses = sorted(set(range(draft.sizes[row])) - set(path))
             for node in [*guesses, *path]:  # what became text has the last word
                 if tops[row][node][0] >= 0:  # there are logits to speak of
-                    memory[tokens[node]] = tops[row][node]
+                    memory.pop(tokens[node], None)  # to be the newest
+                    memory[tokens[node]] = [token for token in tops[row][node] if token >= 0]
+            while len(memory) > KNOWN:
+                del memory[next(iter(memory))]
 
     def _note_what_came(self, sequence: Sequence, said: list[int]) -> None:
         """At each node that the walk reached, every successor was right or was not."""

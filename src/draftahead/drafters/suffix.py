@@ -56,7 +56,7 @@ class Suffix(Drafter):
     ) -> None:
         """Without a number of guesses, the policy takes as many as pay."""
         self.guided = num_speculative_tokens is None
-        self.most = positive("num_speculative_tokens", num_speculative_tokens or MOST)
+        self.most = positive("num_speculative_tokens", num_speculative_tokens, default=MOST)
         if not isinstance(shared_tokens, int) or shared_tokens < 0:
             raise ConfigError(f"shared_tokens must be 0 (off) or more, not {shared_tokens!r}")
         self.vocabulary = setting.vocabulary

@@ -65,20 +65,10 @@ class Model(ctypes.Structure):
 class Pass(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "real")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in [
-                "lengths",
-                "depths",
-                "ancestors",
-                "cos",
-                "sin",
-                "x",
-                "logits",
-                "top",
-                "scratch",
-            ]
-        ),
+        *((name, ctypes.c_void_p) for name in ("lengths", "depths", "ancestors", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("x", "logits")),
+        ("watched", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("watch", "states", "top", "scratch")),
     )
 
 
@@ -116,6 +106,10 @@ class CpuDecoder:
         # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
         self.tolerance = 0.05 if self._model.head.scales else 1e-3
         self._scratch = torch.empty(0)
+        self._watch = torch.empty(0, dtype=torch.int64)
+
+    def watch(self, depths: tuple[int, ...]) -> None:
+        self._watch = torch.tensor(depths, dtype=torch.int64)
 
     def takes(self, texts: int, nodes: int, scored: bool) -> bool:
         return nodes <= MOST_ROWS  # ancestors are the bits of one word
@@ -140,6 +134,8 @@ class CpuDecoder:
         assert turns[0].shape[-1] == self._model.width
         logits = torch.empty(texts, nodes, self._shape.vocabulary if scored else 0)
         top = torch.empty(texts, nodes, TOP, dtype=torch.int64)
+        watched = len(self._watch)
+        states = torch.empty(texts, nodes, watched, self._shape.hidden) if watched else None
         at_once = max(1, MOST_ROWS // nodes)
         for start in range(0, texts, at_once):
             part = slice(start, min(start + at_once, texts))
@@ -151,8 +147,11 @@ class CpuDecoder:
                 ancestors[part],
                 (place.first + start, place.real),
                 (logits[part], top[part]) if scored else None,
+                None if states is None else states[part],
             )
-        return Scored(logits, top[..., 0], top) if scored else Scored(logits)
+        if not scored:
+            return Scored(logits, states=states)
+        return Scored(logits, top[..., 0], top, states)
 
     def _run(
         self,
@@ -163,6 +162,7 @@ class CpuDecoder:
         ancestors: list[list[int]],
         place: tuple[int, int],
         found: tuple[Tensor, Tensor] | None,
+        states: Tensor | None,
     ) -> None:
         rows, nodes = x.shape[:2]
         threads, model = build.threads(), ctypes.byref(self._model)
@@ -182,6 +182,9 @@ class CpuDecoder:
             sin=turns[1].data_ptr(),
             x=x.data_ptr(),
             logits=None if found is None else found[0].data_ptr(),
+            watched=len(self._watch),
+            watch=self._watch.data_ptr(),
+            states=None if states is None else states.data_ptr(),
             top=None if found is None else found[1].data_ptr(),
             scratch=self._scratch.data_ptr(),
         )

@@ -26,7 +26,7 @@ MOST_NODES = 64
 MOST_SHAPES = 64  # that one layer is compiled for
 SHORTEST = 256  # slots; longer stretches are powers of two
 
-Forward = Callable[[Tensor, Tensor, Tensor, CacheWindow, bool], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, CacheWindow, bool], tuple[Tensor, Tensor | None]]
 
 
 class RecordedForward:
@@ -38,6 +38,9 @@ class RecordedForward:
         self._layers = CompiledLayers(model) if compiled else None
         half = cache.keys[0].dtype in (torch.bfloat16, torch.float16)
         self.tolerance = 0.1 if half else 1e-3  # other numbers of slots make other sums
+
+    def watch(self, depths: tuple[int, ...]) -> None:
+        self.graphs.forget()  # the forward itself tells the states
 
     def takes(self, texts: int, nodes: int, scored: bool) -> bool:
         return self.graphs.works and scored and nodes <= MOST_NODES
@@ -58,9 +61,13 @@ class RecordedForward:
         place = place._replace(live=min(live, self._cache.length))
         body = partial(self._pass, place=place)
         found = self.graphs.run(place, body, tokens, lengths, parents, place.real)
-        return None if found is None else Scored(*found)
+        if found is None:
+            return None
+        logits, states = found
+        assert logits is not None
+        return Scored(logits, states=states)
 
-    def _pass(self, inputs: Inputs, place: Place) -> tuple[Tensor, ...]:
+    def _pass(self, inputs: Inputs, place: Place) -> tuple[Tensor | None, ...]:
         nodes, lengths = inputs.tokens.shape[1], inputs.lengths
         index = torch.arange(nodes, device=lengths.device)
         ancestors = ((inputs.ancestors[:, :, None] >> index) & 1) == 1
@@ -69,9 +76,9 @@ class RecordedForward:
         slots = lengths[:, None] + index
         window = CacheWindow(self._cache, place.first, slots, place.live, place.real)
         if self._layers is None:
-            return (self._forward(inputs.tokens, positions, mask, window, True),)
+            return self._forward(inputs.tokens, positions, mask, window, True)
         with self._layers.in_place():
-            return (self._forward(inputs.tokens, positions, mask, window, True),)
+            return self._forward(inputs.tokens, positions, mask, window, True)
 
 
 class CompiledLayers:

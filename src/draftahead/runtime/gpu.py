@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftahead.kvcache import KVCache
 from draftahead.runtime.graphs import Graphs, Inputs
@@ -69,6 +70,7 @@ class GpuDecoder:
         self.tops = torch.empty(most, device=self.device)
         self.places = torch.empty(most, dtype=torch.int32, device=self.device)
         self.best = torch.empty(rows, dtype=torch.int64, device=self.device)
+        self._watched: tuple[int, ...] = ()
         # float16 has little room above: what is scaled for a norm is kept small meanwhile.
         self.shift = 1.0 if self.dtype == torch.bfloat16 else 2.0**-6
         # Programs write their own partial sum; what no program owns stays 0.
@@ -102,6 +104,19 @@ class GpuDecoder:
 
     # ------------------------------------------------------------------------------ the pass
 
+    def watch(self, depths: tuple[int, ...]) -> None:
+        self._watched = depths
+        self.states = self._empty(MOST_ROWS, len(depths), self.shape.hidden)
+        self.graphs.forget()
+
+    def _show(self, done: int, count: int) -> None:
+        for place, depth in enumerate(self._watched):
+            if depth == done:
+                state = self.x[:count]
+                if done == len(self.shape.layers):
+                    state = F.rms_norm(state, state.shape[-1:], self.shape.norm, self.shape.eps)
+                self.states[:count, place] = state
+
     def takes(self, texts: int, nodes: int, scored: bool) -> bool:
         # A prompt is bound by arithmetic, which is not what these kernels are made for.
         small = nodes <= MOST_NODES and texts * nodes <= MOST_ROWS
@@ -123,9 +138,15 @@ class GpuDecoder:
         body = partial(self._pass, first=place.first, splits=splits, blocks=blocks)
         key = (place.first, splits, blocks)
         found = self.graphs.run(key, body, tokens, lengths, parents, place.real)
-        return None if found is None else Scored(*found)
+        if found is None:
+            return None
+        logits, best, states = found
+        assert logits is not None
+        return Scored(logits, best, states=states)
 
-    def _pass(self, inputs: Inputs, first: int, splits: int, blocks: int) -> tuple[Tensor, Tensor]:
+    def _pass(
+        self, inputs: Inputs, first: int, splits: int, blocks: int
+    ) -> tuple[Tensor | None, ...]:
         """Every kernel of a pass, in order."""
         s, (texts, nodes) = self.shape, inputs.tokens.shape
         count = texts * nodes
@@ -150,13 +171,20 @@ class GpuDecoder:
             self._gated(layer, count)
             self._linear("down", [part["down"]], self.inner, self.x, count, squares=0,
                          add=self.middle, norm=next_norm)  # fmt: skip
+            self._show(index + 1, count)
         self._linear("head", [s.head], self.scaled, self.logits, count, squares=0)
         tiles = -(-s.vocabulary // self._tile("head", count, s.vocabulary, s.hidden)["BLOCK_N"])
         self._launch(
             self.kernels.pick, count, self.tops, self.places, self.best, tiles,
             BLOCK=_power_of_two(tiles),
         )  # fmt: skip
-        return self.logits[:count].view(texts, nodes, -1), self.best[:count].view(texts, nodes)
+        logits, best = self.logits[:count], self.best[:count]
+        states = self.states[:count] if self._watched else None
+        return (
+            logits.view(texts, nodes, -1),
+            best.view(texts, nodes),
+            None if states is None else states.view(texts, nodes, len(self._watched), -1),
+        )
 
     def _linear(
         self,

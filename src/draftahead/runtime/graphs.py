@@ -73,7 +73,8 @@ def _pinned(owner: Inputs, length: int) -> Tensor:
     return found
 
 
-Body = Callable[[Inputs], tuple[Tensor, ...]]
+Output = tuple[Tensor | None, ...]
+Body = Callable[[Inputs], Output]
 
 
 class Recording:
@@ -82,13 +83,13 @@ class Recording:
     def __init__(self, inputs: Inputs, body: Body, pool: Any, stream: torch.cuda.Stream) -> None:
         self.inputs, self._body, self._pool, self._stream = inputs, body, pool, stream
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: tuple[Tensor, ...] = ()
+        self._output: Output = ()
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def is_free(self) -> bool:
         return bool(self.done.query())  # type: ignore[no-untyped-call]
 
-    def run(self) -> tuple[Tensor, ...]:
+    def run(self) -> Output:
         """The output's memory belongs to the graph: good until its next run."""
         if self._graph is None:
             self._pass()  # compiles kernels and makes workspaces: neither may be recorded
@@ -129,7 +130,7 @@ class Recording:
                 gc.enable()
         return graph
 
-    def _pass(self) -> tuple[Tensor, ...]:
+    def _pass(self) -> Output:
         self.inputs.fetch()
         return self._body(self.inputs)
 
@@ -153,7 +154,7 @@ class Graphs:
         lengths: Seq[int],
         parents: Seq[Seq[int]] | None,
         real: int,
-    ) -> tuple[Tensor, ...] | None:
+    ) -> Output | None:
         """One pass; None, and a warning, where passes cannot be recorded or kernels not be run."""
         try:
             with torch.cuda.device(self._device):
@@ -191,6 +192,12 @@ class Graphs:
             recording = Recording(inputs, body, self._pool, self._stream)
         found.append(recording)
         return recording
+
+    def forget(self) -> None:
+        """What was recorded is not what a pass is from now on."""
+        if self._kept:
+            torch.cuda.synchronize()
+            self._kept.clear()
 
     def _drop_oldest(self) -> None:
         torch.cuda.synchronize()

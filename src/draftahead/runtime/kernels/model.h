@@ -40,6 +40,9 @@ struct Pass {
   const float *cos, *sin;      // [rows][nodes][width]
   float* x;                    // [rows][nodes][hidden]: embeddings in, garbage out
   float* logits;               // [rows][nodes][vocabulary], or null if only the keys are wanted
+  int64_t watched;             // states that are asked for
+  const int64_t* watch;        // [watched] after so many layers, ascending; after all: normed
+  float* states;               // [rows][nodes][watched][hidden]
   int64_t* top;                // [rows][nodes][TOP] the likeliest tokens, where logits are wanted
   float* scratch;              // of draftahead_scratch(...) floats
 };

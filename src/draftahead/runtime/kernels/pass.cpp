@@ -111,6 +111,18 @@ void run_layer(const Model& m, const Layer& l, const Pass& p, Buffers& b, Privat
   b.barrier->wait();
 }
 
+// Copies the rows' states after `done` layers to whoever watches them; each thread some of them.
+void show(const Model& m, const Pass& p, int64_t count, int64_t done, const float* from_rows) {
+  for (int64_t w = 0; w < p.watched; w++) {
+    if (p.watch[w] != done) continue;
+    int64_t from, to;
+    share(count, 1, from, to);
+    for (int64_t r = from; r < to; r++)
+      std::memcpy(p.states + (r * p.watched + w) * m.hidden, from_rows + r * m.hidden,
+                  m.hidden * sizeof(float));
+  }
+}
+
 // ------------------------------------------------------------------------------ behind the head
 
 // The largest of a row, the first of equals first; -1 in place of the first where a choice makes no
@@ -172,10 +184,14 @@ void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
 #pragma omp single
     b.barrier = new Barrier(omp_get_num_threads());  // which may be fewer than asked for
     Private mine(*m, count, at + omp_get_thread_num() * private_size(*m, count));
-    for (int64_t i = 0; i < m->layer_count; i++) run_layer(*m, m->layers[i], *p, b, mine);
+    for (int64_t i = 0; i < m->layer_count; i++) {
+      if (i) show(*m, *p, count, i, p->x);  // x stays as it is until the threads have met again
+      run_layer(*m, m->layers[i], *p, b, mine);
+    }
     if (p->logits) {
       for (int64_t r = 0; r < count; r++)
         rms_norm(p->x + r * m->hidden, m->final_norm, m->eps, m->hidden, mine.norm + r * m->hidden);
+      show(*m, *p, count, m->layer_count, mine.norm);
       Rows rows = mine.rows_for(m->head, mine.norm, count);
       linear_shared(m->head, rows, count, p->logits, Then::Store);
       b.barrier->wait();
