@@ -333,3 +333,19 @@ def test_what_was_not_scored_is_learnt_from_too() -> None:
         (0.5, False),
         (0.4, False),
     ]
+
+
+def test_where_rows_are_dear_the_drafter_is_hardly_asked() -> None:
+    """Guesses worth their rows for one text are not for sixteen; and back."""
+    policy, claims = seasoned(STAIRS), [0.4, 0.3, 0.2]
+    policy.costs.note_drafting(0.05)
+    for _ in range(100):
+        assert policy.asks(1)
+        assert policy.width([claims]) > 1
+    asked = sum(policy.asks(16) for _ in range(640))
+    assert asked == 10  # now and then, to see whether it has got better
+    assert policy.tally.hopeless == 630
+    assert policy.asks(1)
+    for _ in range(100):  # a drafter that becomes sure of everything is asked again
+        policy.width([[0.99] * 15] * 4)
+    assert all(policy.asks(4) for _ in range(100))

@@ -204,9 +204,8 @@ class Engine:
     def _propose(self, batch: Batch) -> tuple[Draft | None, Draft]:
         """The drafter's guesses where it makes claims, and those of them, or of others, that are
         worth a pass. Whatever it does, the draft that comes out is sound."""
-        paused = self.policy.guard.closed()
-        self.policy.tally.paused += paused
-        self._asked = not paused and self._faults < GIVE_UP_AFTER and any(batch.rooms)
+        able = self._faults < GIVE_UP_AFTER and any(batch.rooms)
+        self._asked = able and (not self._guided or self.policy.asks(len(batch.sequences)))
         if not self._asked:
             return None, Draft.nothing(batch.roots)
         found: list[Draft | None] = [None]

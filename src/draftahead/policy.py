@@ -28,9 +28,12 @@ SURVEY_TURNS = 4
 SURVEYED_KEYS = 1024
 WARM_UP = 3  # passes of a width of which the quickest counts
 PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to the width
-LOSS = 0.02  # of the run's time that drafting may cost before it pauses
+LOSS = 0.01  # of the run's time that drafting may cost before it pauses
 GRACE = 0.5  # of a pass, on top: one guess that fails is no reason
-CREDIT = 8.0  # passes of gain that can make up for a loss: what was long ago does not count
+ENOUGH = 32  # drafts after which it is known what a drafter usually has to offer
+RECENT = 0.05  # share of the newest one in that
+LOOK_IN = 64  # steps after which it is asked all the same
+CREDIT = 3.0  # passes of gain that can make up for a loss: what was long ago does not count
 PAUSE, LONGEST_PAUSE = 16, 1024  # steps
 
 
@@ -160,6 +163,7 @@ class Tally:
     widths: Counter[int] = field(default_factory=Counter)  # nodes of a text that a pass scored
     paused: int = 0  # the guard had drafting off
     nothing: int = 0  # the drafter had no guess
+    hopeless: int = 0  # it was not asked: its usual guesses would not pay
     declined: int = 0  # it had, and no width promised more than one
     tokens: int = 0
     seconds: float = 0.0
@@ -172,6 +176,30 @@ class Policy:
     calibration: Calibration = field(default_factory=Calibration)
     guard: Guard = field(default_factory=Guard)
     tally: Tally = field(default_factory=Tally)
+    usual: list[float] = field(default_factory=list)  # worth of a text's best nodes, lately
+    known: int = 0  # drafts that this is known from
+    idle: int = 0  # steps since the drafter was last asked
+
+    def asks(self, texts: int) -> bool:
+        """Whether to ask the drafter at all: not while the guard has it paused, nor where even its
+        usual guesses could not pay for their rows and its time; then only now and then."""
+        if self.guard.closed():
+            self.tally.paused += 1
+            return False
+        self.idle += 1
+        if self.known >= ENOUGH and self.idle < LOOK_IN and not self._could_pay(texts):
+            self.tally.hopeless += 1
+            return False
+        self.idle = 0
+        return True
+
+    def _could_pay(self, texts: int) -> bool:
+        tokens, plain = 1.0, self.costs.of(texts)
+        for width, worth in enumerate(self.usual, start=2):
+            tokens += worth
+            if tokens * plain > self.costs.of(texts * width) + self.costs.drafting:
+                return True
+        return False
 
     def worth(self, claims: Seq[float], parents: Seq[int]) -> list[float]:
         """What claims of nodes turned out to be worth, none more than its parent's."""
@@ -186,6 +214,8 @@ class Policy:
         took is spent already, and no reason to waste it."""
         texts = len(worths)
         ranked = [sorted(row, reverse=True) for row in worths]
+        for row in ranked:
+            self._note_usual(row)
         best, best_rate = 1, texts / self.costs.of(texts)
         for width in range(2, 2 + max(map(len, ranked), default=0)):
             gain = texts + sum(sum(row[: width - 1]) for row in ranked)
@@ -193,6 +223,14 @@ class Policy:
             if rate > best_rate:
                 best, best_rate = width, rate
         return best
+
+    def _note_usual(self, ranked: list[float]) -> None:
+        self.known += 1
+        share = max(RECENT, 1 / self.known)
+        self.usual += [0.0] * (len(ranked) - len(self.usual))
+        for place, before in enumerate(self.usual):
+            now = ranked[place] if place < len(ranked) else 0.0
+            self.usual[place] = before + share * (now - before)
 
     def note(
         self, texts: int, width: int, tokens: int, spent: Spent, claims: Claims, *, asked: bool
@@ -236,6 +274,7 @@ class Policy:
         found.append(f"{steps} steps; nodes scored a text: {widths}")
         plainly = (
             (tally.nothing, "the drafter had no guess"),
+            (tally.hopeless, "the usual guesses would not pay for their rows"),
             (tally.declined, "no guess promised more tokens a second than it cost"),
             (
                 tally.paused,
