@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import zoo
 from draftahead import LLM, Draft, DrafterFaultWarning, Sampling
 from draftahead.drafters import sound
 from draftahead.drafters.auto import RETRY, TRIES, Auto, Costly, Guess, paths, union
+from draftahead.rates import Calibration
 from draftahead.sampling import DraftDice
 from draftahead.types import Batch
 
@@ -74,7 +75,8 @@ def test_both_saying_so_counts_for_more_than_one() -> None:
 
 def test_what_lies_beyond_the_targets_own_token_is_not_held_against_it(llm: LLM) -> None:
     auto = Auto.__new__(Auto)
-    auto._calibrations, auto._scored, auto._kept = {}, Counter(), Counter()
+    auto._calibrations = defaultdict(Calibration)
+    auto._scored, auto._kept = Counter(), Counter()
     tree = [
         Guess(1, 0, 1, ("a",), 0.95),  # right
         Guess(2, 1, 2, ("b",), 0.95),  # right, by the target's own token

@@ -116,7 +116,7 @@ def build(wanted: str | Mapping[str, Any] | Drafter, setting: Setting) -> Drafte
 # ------------------------------------------------------------------------- sound drafts only
 
 
-def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
+def check(draft: Draft, batch: Batch, vocabulary: int) -> None:
     """Refuses a draft that is no tree of known tokens over this batch's roots."""
     rows = len(batch.sequences)
     if draft.tokens.ndim != 2 or draft.tokens.shape != draft.parents.shape:
@@ -134,14 +134,19 @@ def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
     for row, size in enumerate(draft.sizes):
         if tokens[row][0] != batch.roots[row]:
             raise ValueError("node 0 must be the last token of the text")
-        if not all(0 <= token < vocabulary for token in tokens[row][:size]):
+        if not 0 <= min(tokens[row][:size]) <= max(tokens[row][:size]) < vocabulary:
             raise ValueError(f"a token outside the vocabulary of {vocabulary}")
         if not all(0 <= parents[row][node] < node for node in range(1, size)):
             raise ValueError("a parent must stand before its children")
-    # A law that we did not draw from ourselves is only a claim.
+
+
+def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
+    """A draft that was checked, without what a drafter may say and not know: a law that we did not
+    draw from ourselves is only a claim."""
+    check(draft, batch, vocabulary)
     guesses = [
-        list(zip(tokens[row][1:size], parents[row][1:size], strict=True))
-        for row, size in enumerate(draft.sizes)
+        list(zip(tokens[1:size], parents[1:size], strict=True))
+        for tokens, parents, size in zip(draft.rows, draft.above, draft.sizes, strict=True)
     ]
     return Draft.trees(batch.roots, guesses, sound_claims(draft))
 

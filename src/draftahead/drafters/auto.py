@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from draftahead.drafters import Drafter, Setting, build, positive, register, sound
+from draftahead.drafters import Drafter, Setting, build, check, positive, register
 from draftahead.errors import DrafterFaultWarning
 from draftahead.rates import Calibration
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
@@ -97,7 +97,7 @@ class Auto(Drafter):
         self.vocabulary = setting.vocabulary
         self._scored: Counter[str] = Counter()  # guesses, by who proposed them
         self._kept: Counter[str] = Counter()
-        self._calibrations: dict[tuple[str, ...], Calibration] = {}
+        self._calibrations: defaultdict[tuple[str, ...], Calibration] = defaultdict(Calibration)
         self._trees: list[list[Guess]] = []  # of the step under way, by row
         self._asked_costly: float | None = None  # seconds that it took in this step
 
@@ -125,7 +125,9 @@ class Auto(Drafter):
         """One that fails is left out from then on; the others go on."""
         try:
             draft = drafter.propose(batch)
-            return None if draft is None else sound(draft, batch, self.vocabulary)
+            if draft is not None:
+                check(draft, batch, self.vocabulary)
+            return draft
         except Exception as fault:
             self._leave_out(name, fault)
             return None
@@ -146,8 +148,8 @@ class Auto(Drafter):
         """The likeliest of them, parents first, each worth what such guesses turned out to be."""
         left = [1.0]  # by node: what its children can still claim
         for guess in guesses:
-            calibration = self._calibrations.setdefault(guess.names, Calibration())
-            left.append(min(calibration(guess.claim), left[guess.parent]))
+            said = self._calibrations[guess.names](guess.claim)
+            left.append(min(said, left[guess.parent]))
         # Of siblings the likelier has the first say; together they are no likelier than one.
         worth = list(left)
         for index in sorted(range(1, len(worth)), key=lambda i: (guesses[i - 1].depth, -worth[i])):
@@ -161,7 +163,8 @@ class Auto(Drafter):
             if guess.parent in place:
                 place[index] = len(chosen) + 1
                 parent = place[guess.parent]
-                chosen.append(replace(guess, parent=parent, worth=worth[index]))
+                guess.parent, guess.worth = parent, worth[index]
+                chosen.append(guess)
         return chosen
 
     # ------------------------------------------------------------------------------- learning
@@ -192,7 +195,7 @@ class Auto(Drafter):
             came.append(now)
             walked.append((*walked[guess.parent], guess.token))
             if now is not None:  # what lies beyond the target's own token is not known
-                self._calibrations.setdefault(guess.names, Calibration()).note(guess.claim, now)
+                self._calibrations[guess.names].note(guess.claim, now)
             if walked[-1] in scored:
                 label = "+".join(guess.names)
                 self._scored[label] += 1

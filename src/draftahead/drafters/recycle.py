@@ -22,6 +22,7 @@ from draftahead.rates import Rates
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 KEPT = 4  # successors of a token
+RANKS = range(KEPT)
 MOST = 15  # guesses to choose from
 LEAST = 0.02  # likelihood below which a guess is not worth its row
 KNOWN = 16384  # tokens that are remembered, of a scope or a text; the oldest go first
@@ -86,15 +87,19 @@ class Recycle(Drafter):
 
     def _grow(self, sequence: Sequence, room: int) -> list[Node]:
         """The likeliest nodes below the root; parents first."""
-        memory, rates = self._memory(sequence), self.rates
+        memory = self._memory(sequence)
+        chances = {
+            remembered: [(kind, self.rates[kind]) for kind in map(Kind, [remembered] * KEPT, RANKS)]
+            for remembered in (True, False)
+        }
         order = itertools.count()  # the older of two equals first
         heap: list[tuple[float, int, Node]] = []
 
         def offer(token: int, parent: int, depth: int, likely: float) -> None:
-            remembered = token in memory
-            for rank, then in enumerate(memory.get(token) or self.table.get(token) or ()):
-                kind = Kind(remembered, rank)
-                chance = likely * rates[kind]
+            known = memory.get(token)
+            successors = self.table.get(token, ()) if known is None else known
+            for then, (kind, rate) in zip(successors, chances[known is not None], strict=False):
+                chance = likely * rate
                 if chance >= LEAST:
                     node = Node(then, parent, depth, kind, chance)
                     heapq.heappush(heap, (-chance, next(order), node))
