@@ -198,6 +198,28 @@ def test_a_pass_names_the_likeliest_tokens() -> None:
                 head[row] = kept
 
 
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "forward"])
+def test_a_pass_tells_the_states_that_are_watched(kernels: bool) -> None:
+    """As transformers counts them: after so many layers; after the last, behind its norm."""
+    model = shaped("llama") if kernels else zoo.tiny("gpt2", dtype=torch.float32)
+    layers = model.config.num_hidden_layers
+    passes = CachedModel(model, max_batch=1, max_context=64, spare=16)
+    assert passes.bit_stable == kernels
+    tokens = torch.tensor([[5, 6, 7, 8, 9]])
+    passes.run(tokens)
+    assert passes.states is None
+    passes.watch((1, layers))
+    passes.run(tokens)
+    with torch.no_grad():
+        told = model(tokens, output_hidden_states=True).hidden_states
+    assert passes.states is not None
+    expected = torch.stack([told[1], told[-1]], 2)
+    assert torch.allclose(passes.states, expected, rtol=1e-3, atol=1e-4)
+    for wrong in ((), (0,), (layers + 1,)):
+        with pytest.raises(errors.ConfigError, match="states are there after 1 to"):
+            passes.watch(wrong)
+
+
 def _again(passes: CachedModel, tokens: torch.Tensor) -> torch.Tensor:
     passes.run(tokens)
     assert passes.best is not None

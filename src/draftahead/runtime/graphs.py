@@ -198,6 +198,8 @@ class Graphs:
         if self._kept:
             torch.cuda.synchronize()
             self._kept.clear()
+            with torch.cuda.device(self._device):  # a pool dies with the last of its graphs
+                self._pool = torch.cuda.graph_pool_handle()
 
     def _drop_oldest(self) -> None:
         torch.cuda.synchronize()
