@@ -138,10 +138,10 @@ class Engine:
         clock.lap("verify_seconds")
         logprobs = _logprobs(batch, scores, verdict)
         clock.lap("other_seconds")
-        # Copies: a drafter's slip stays its own.
-        told = Verdict([list(p) for p in verdict.paths], [list(t) for t in verdict.tokens])
-        shown = dataclasses.replace(scores, draft=draft.copied())
         if flight.asked:  # one that is switched off costs nothing
+            # Copies: a drafter's slip stays its own.
+            told = Verdict([list(p) for p in verdict.paths], [list(t) for t in verdict.tokens])
+            shown = dataclasses.replace(scores, draft=draft.copied())
             self._guarded(lambda: self.drafter.learn(batch, told, shown))
         clock.lap("draft_seconds")
         kept = self.scheduler.commit(batch, verdict, logprobs)
