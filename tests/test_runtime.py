@@ -207,14 +207,17 @@ def test_a_pass_tells_the_states_that_are_watched(kernels: bool) -> None:
     assert passes.bit_stable == kernels
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
     passes.run(tokens)
-    assert passes.states is None
-    passes.watch((1, layers))
+    assert passes.cache.states is None
+    passes.watch((layers,))
+    passes.watch((1,))
     passes.run(tokens)
     with torch.no_grad():
         told = model(tokens, output_hidden_states=True).hidden_states
-    assert passes.states is not None
-    expected = torch.stack([told[1], told[-1]], 2)
-    assert torch.allclose(passes.states, expected, rtol=1e-3, atol=1e-4)
+    rows, slots = torch.tensor([0]), torch.arange(5)[None]
+    for depths in ((1, layers), (layers, 1), (1,)):
+        expected = torch.stack([told[depth] for depth in depths], 2)
+        found = passes.states(depths, rows, slots)
+        assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
     for wrong in ((), (0,), (layers + 1,)):
         with pytest.raises(errors.ConfigError, match="states are there after 1 to"):
             passes.watch(wrong)

@@ -181,7 +181,7 @@ class Engine:
         of their prompt, and the rest by prefill."""
         cache, running = self.target.passes.cache, self.scheduler.running
         while (sequence := self.scheduler.next_to_admit) is not None:
-            clock = Clock()
+            clock, group = Clock(), [sequence]
             row, request = len(running), sequence.request
             prompt = request.prompt[:-1]
             sisters = [r for r, mate in enumerate(running) if mate.request is request]
@@ -189,15 +189,18 @@ class Engine:
                 cache.copy_row(sisters[0], row)
                 del cache.contents[row][len(prompt) :]
                 sequence.stats.reused_tokens = len(prompt)
-            else:
-                if request.reuse:
-                    idle = range(row, cache.rows)
-                    cache.swap_rows(row, max(idle, key=lambda r: cache.matched(r, prompt)))
+            elif request.reuse:
+                idle = range(row, cache.rows)
+                cache.swap_rows(row, max(idle, key=lambda r: cache.matched(r, prompt)))
                 sequence.stats.reused_tokens = self.target.prefill(row, sequence)
+            else:
+                group = self.scheduler.strangers()
+                self.target.prefill_rows(row, group)
             self.target.passes.synchronize()
             clock.lap("prefill_seconds")
-            clock.charge(sequence.stats)
-            self.scheduler.admit()
+            for one in group:
+                clock.charge(one.stats, 1 / len(group))
+                self.scheduler.admit()
 
     # ---------------------------------------------------------------------- the drafter's side
 
@@ -287,9 +290,9 @@ class Clock:
             self._last += time.perf_counter() - self._stopped
             self._stopped = None
 
-    def charge(self, stats: Stats) -> None:
+    def charge(self, stats: Stats, share: float = 1.0) -> None:
         for stage, seconds in self.spent.items():
-            setattr(stats, stage, getattr(stats, stage) + seconds)
+            setattr(stats, stage, getattr(stats, stage) + share * seconds)
 
 
 def _logprobs(batch: Batch, scores: Scores, verdict: Verdict) -> dict[int, list[TokenLogprob]]:

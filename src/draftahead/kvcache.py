@@ -47,10 +47,36 @@ class KVCache:
 
         self.keys = [zeros(s.key_heads, s.key_width) for s in shapes]
         self.values = [zeros(s.value_heads, s.value_width) for s in shapes]
+        # [rows, 1, slots, watched * hidden]: what tokens were between the layers, for drafters that
+        # go by it. It lies beside the keys, and goes wherever they go.
+        self.states: Tensor | None = None
         # The tokens whose keys each row holds, from slot 0: its length and what it can be
         # reused for.
         self.contents: list[list[int]] = [[] for _ in range(rows)]
         self.far = [False] * rows  # which frequencies rotated a row's keys: see passes.py
+
+    def watch(self, width: int) -> None:
+        """Makes room for so many numbers a token, of the states that passes leave."""
+        like = self.keys[0]
+        _check_memory(
+            self.rows * self.length * width * like.element_size(),
+            self.rows,
+            self.length,
+            like.device,
+        )
+        self.states = like.new_zeros(self.rows, 1, self.length, width)
+        self.contents = [[] for _ in range(self.rows)]  # nothing is known of what they hold
+
+    def store(self, states: Tensor, first: int, slots: Tensor) -> None:
+        """States [B, N, W, H] of nodes that lie in `slots` [B, N] of rows [first, first + B)."""
+        assert self.states is not None
+        rows = torch.arange(first, first + len(slots), device=slots.device)
+        self.states[rows[:, None], 0, slots] = states.flatten(2).to(self.states.dtype)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        states = [] if self.states is None else [self.states]
+        return [*self.keys, *self.values, *states]
 
     def matched(self, row: int, tokens: Seq[int]) -> int:
         """How many of `tokens` the row already holds, from the first on."""
@@ -71,7 +97,7 @@ class KVCache:
             device = self.keys[0].device
             to = placed([base + slot for slot, _ in moved], torch.int64, device)
             come = placed([base + node for _, node in moved], torch.int64, device)
-            for tensor in (*self.keys, *self.values):
+            for tensor in self._tensors:
                 tensor[row, :, to] = tensor[row, :, come]
         self.contents[row].extend(tokens)
 
@@ -80,14 +106,14 @@ class KVCache:
         if source == to:
             return
         held = len(self.contents[source])
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             tensor[to, :, :held] = tensor[source, :, :held]
         self.contents[to] = list(self.contents[source])
         self.far[to] = self.far[source]
 
     def clear_row(self, row: int) -> None:
         """Forgets a row whose keys may not be finite: nothing of it may stay behind a mask."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             tensor[row] = 0
         self.contents[row].clear()
 
@@ -95,7 +121,7 @@ class KVCache:
         if one == other:
             return
         held = max(len(self.contents[one]), len(self.contents[other]))
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._tensors:
             spare = tensor[one, :, :held].clone()
             tensor[one, :, :held] = tensor[other, :, :held]
             tensor[other, :, :held] = spare
@@ -113,10 +139,11 @@ class LayerWindow:
     is_compileable = False
 
     def __init__(
-        self, keys: Tensor, values: Tensor, first: int, slots: Tensor, live: int, real: int
+        self, keys: Tensor, values: Tensor, first: int, slots: Tensor, live: int, guesses: Tensor
     ) -> None:
-        self.keys, self.values, self.first, self.live, self.real = keys, values, first, live, real
+        self.keys, self.values, self.first, self.live = keys, values, first, live
         self.slots = slots  # [B, N], where the new keys go
+        self.guesses = guesses  # [N, 1, 1] or [B, N, 1, 1]: which nodes are no part of a text
 
     def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         rows = torch.arange(self.first, self.first + len(self.slots), device=self.slots.device)
@@ -127,9 +154,8 @@ class LayerWindow:
             # A guess may overflow (half precision) and is then rejected, but behind the mask its
             # NaN would still reach the other nodes of the row: 0 * NaN. So that of a guess is not
             # stored. That of the text itself is: it is the target's own, and must show.
-            text, guesses = new[:, : self.real], new[:, self.real :]
-            new = torch.cat([text, guesses.nan_to_num(0.0, 0.0, 0.0)], 1)
-            stored[rows[:, None], :, self.slots] = new
+            clean = new.nan_to_num(0.0, 0.0, 0.0)
+            stored[rows[:, None], :, self.slots] = clean.where(self.guesses, new)
         part = slice(self.first, self.first + len(self.slots))
         return self.keys[part, :, : self.live], self.values[part, :, : self.live]
 
@@ -148,12 +174,22 @@ class CacheWindow:
 
     is_compileable = False
 
-    def __init__(self, cache: KVCache, first: int, slots: Tensor, live: int, real: int) -> None:
-        self.live = live
+    def __init__(
+        self, cache: KVCache, first: int, slots: Tensor, live: int, real: int | Seq[int]
+    ) -> None:
+        """`real`: nodes that belong to the text, of all rows or of each."""
+        self._cache, self._first, self._slots, self.live = cache, first, slots, live
+        nodes = torch.arange(slots.shape[1], device=slots.device)[:, None, None]
+        text = real if isinstance(real, int) else placed(real, torch.int64, slots.device)
+        guesses = nodes >= (text if isinstance(text, int) else text[:, None, None, None])
         self._layers = [
-            LayerWindow(keys, values, first, slots, live, real)
+            LayerWindow(keys, values, first, slots, live, guesses)
             for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
+
+    def store(self, states: Tensor) -> None:
+        """What the nodes of this pass were between the layers, [B, N, W, H]."""
+        self._cache.store(states, self._first, self._slots)
 
     def of_layer(self, index: int) -> LayerWindow:
         return self._layers[index]

@@ -99,6 +99,7 @@ class LLM:
             max_context=target.max_context,
             load=self._load,
             successors=hub.successors_of(model),
+            target=target.passes,
         )
         presets.warn_of_unfollowed(model)
         self.engine = Engine(

@@ -37,11 +37,14 @@ from draftahead.support import (
     attention_configs,
     context_limit,
     longrope_switch,
+    refuse_disagreeing,
     refuse_unsupported,
     text_config,
 )
 
 PREFILL_CHUNK = 512
+PREFILL_TOKENS = 16384  # of all texts of a pass that fills several rows
+ALONE = 8  # texts up to which a GPU records every number of them; beyond, multiples
 
 
 class CachedModel:
@@ -65,8 +68,8 @@ class CachedModel:
         self.limit = context_limit(model)
         self.max_context = self._chosen_context(max_context)
         self.switch = longrope_switch(model)
-        self._uses_interface = bool(model._can_set_attn_implementation())
-        self._configs = attention_configs(model) if self._uses_interface else []
+        self.uses_interface = bool(model._can_set_attn_implementation())
+        self._configs = attention_configs(model) if self.uses_interface else []
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallRowLinears(model)
         self._decoder: Decoder | None = None
@@ -74,14 +77,13 @@ class CachedModel:
         # None where the pass did not find it on its way.
         self.best: Tensor | None = None
         self.top: Tensor | None = None  # [B, N, 4] likewise, the largest few
-        self.states: Tensor | None = None  # [B, N, W, H] what is watched: see `watch`
         self._watched: tuple[int, ...] = ()
         probe = ShapeProbe()
         calls = self._probe(probe)
         length = self.max_context + spare
         self.cache = KVCache(probe.shapes, max_batch, length, probe.dtype, self.device)
         if model.config.model_type not in support.TESTED:
-            self._compare_with_own_forward()
+            refuse_disagreeing(self)
         self._calls = calls
         self._decoder = self._recognised()
 
@@ -91,14 +93,27 @@ class CachedModel:
         return self._decoder is not None and self._decoder.bit_stable
 
     def watch(self, depths: Seq[int]) -> None:
-        """From now on every pass leaves in `states` what its nodes were after so many layers; after
-        all of them, behind the last norm (and only where it scores)."""
-        layers = int(text_config(self.model).num_hidden_layers)
+        """From now on every pass leaves in the cache what its nodes were after so many layers;
+        after all of them, behind the last norm (and only where it scores). See `states`."""
+        config = text_config(self.model)
+        layers = int(config.num_hidden_layers)
         if not depths or not all(0 < depth <= layers for depth in depths):
             raise ConfigError(f"states are there after 1 to {layers} layers, not {list(depths)}")
-        self._watched = tuple(depths)
+        if set(depths) <= set(self._watched):
+            return
+        self._watched = tuple(sorted({*self._watched, *depths}))
+        self.cache.watch(len(self._watched) * int(config.hidden_size))
         if self._decoder is not None:
             self._decoder.watch(self._watched)
+
+    def states(self, depths: Seq[int], rows: Tensor, slots: Tensor) -> Tensor:
+        """What is in `slots` [B, N] of `rows` [B] was after so many layers, [B, N, W, H]."""
+        assert self.cache.states is not None
+        stored = self.cache.states[rows[:, None], 0, slots]
+        found = stored.view(*slots.shape, len(self._watched), -1)
+        if tuple(depths) == self._watched:
+            return found
+        return found[:, :, [self._watched.index(depth) for depth in depths]]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -122,15 +137,15 @@ class CachedModel:
         parents: Tensor | None = None,
         live: int | None = None,
         scored: bool = True,
-        real: int = 1,
+        real: int | Seq[int] = 1,
     ) -> Tensor:
         """Scores nodes [B, N] of rows [first, first + B), each after what its row holds.
 
         Writes their keys behind each row's length and leaves the length as it is: `cache.keep`
         moves it. `parents` [B, N] for trees, None for chains. `live`: slots to read, by default
         as many as are needed. Returns logits [B, N, V], good until the next pass; without `scored`
-        only the keys count, and what is returned does not. The first `real` nodes belong to the
-        text, the others are guesses or padding.
+        only the keys count, and what is returned does not. The first `real` nodes (of each row,
+        if there are several numbers) belong to the text, the others are guesses or padding.
         """
         texts, width = tokens.shape
         held = [len(self.cache.contents[first + b]) for b in range(texts)]
@@ -139,13 +154,11 @@ class CachedModel:
         beacon = self._needs_beacon(first, end)
         if max(live, end + beacon) > self.cache.length:
             raise ConfigError(f"a pass of {width} nodes does not fit behind {max(held)} tokens")
-        if not beacon and self._decoder is not None and self._decoder.takes(texts, width, scored):
+        if not beacon and isinstance(real, int):
             place = Place(first, live, self._last_position(first), real)
-            above = None if parents is None else parents.tolist()
-            found = self._decoder.run(tokens, held, above, place=place, scored=scored)
+            found = self._by_kernels(tokens, held, parents, place, scored)
             if found is not None:
-                self.best, self.top, self.states = found.best, found.top, found.states
-                return found.logits
+                return found
         self.best = self.top = None
         tokens = F.pad(tokens.to(self.device), (0, int(beacon)))
         width, live = width + beacon, max(live, end + beacon)
@@ -163,10 +176,39 @@ class CachedModel:
         mask = attention.distances(lengths, depths, ancestors, live)
         slots = lengths[:, None] + torch.arange(width, device=self.device)
         window = CacheWindow(self.cache, first, slots, live, real)
-        logits, self.states = self._forward(tokens, positions, mask, window, scored)
-        if beacon:
-            self.states = None if self.states is None else self.states[:, :-1]
+        logits = self._forward(tokens, positions, mask, window, scored)
         return logits[:, :-1] if beacon else logits
+
+    def _by_kernels(
+        self, tokens: Tensor, held: list[int], parents: Tensor | None, place: Place, scored: bool
+    ) -> Tensor | None:
+        """The pass in another way than by the model's own forward, if there is one for it."""
+        texts, width = tokens.shape
+        extra = self._idle_rows(place.first, texts, width)
+        if self._decoder is None or not self._decoder.takes(texts + extra, width, scored):
+            return None
+        above = None if parents is None else parents.tolist()
+        if extra:
+            tokens = F.pad(tokens, (0, 0, 0, extra))
+            idle = self.cache.contents[place.first + texts :][:extra]
+            held = held + [len(row) for row in idle]
+            above = None if above is None else above + above[:1] * extra
+        found = self._decoder.run(tokens, held, above, place=place, scored=scored)
+        if found is None:
+            return None
+        self.best = None if found.best is None else found.best[:texts]
+        self.top = None if found.top is None else found.top[:texts]
+        return found.logits[:texts]
+
+    def _idle_rows(self, first: int, texts: int, width: int) -> int:
+        """Rows without a text that go along on a GPU: a pass is recorded for each number of texts,
+        and texts end one by one. What they write lies behind what they hold."""
+        if self.device.type != "cuda" or texts <= ALONE:
+            return 0
+        extra = -texts % ALONE
+        idle = self.cache.contents[first + texts : first + texts + extra]
+        fits = all(len(held) + width <= self.cache.length for held in idle)
+        return extra if len(idle) == extra and fits else 0
 
     # longrope chooses its frequencies by the largest position in the pass: another set once a
     # text is longer than `switch`. A text is rotated alike from end to end (`cache.far`), so
@@ -192,8 +234,8 @@ class CachedModel:
         cache: Any,
         scored: bool,
         attention_name: str = attention.NAME,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not self._uses_interface:
+    ) -> Tensor:
+        if not self.uses_interface:
             mask = attention.additive(mask, self.model.dtype)
         extra = {} if scored or not self._keeps_last else {"logits_to_keep": 1}
         with self._our_kernels(attention_name):
@@ -206,9 +248,10 @@ class CachedModel:
                 output_hidden_states=bool(self._watched),
                 **extra,
             )
-        if not self._watched:
-            return out.logits, None
-        return out.logits, torch.stack([out.hidden_states[depth] for depth in self._watched], 2)
+        if self._watched:
+            cache.store(torch.stack([out.hidden_states[depth] for depth in self._watched], 2))
+        logits: Tensor = out.logits
+        return logits
 
     @contextmanager
     def _our_kernels(self, name: str = attention.NAME) -> Iterator[None]:
@@ -231,9 +274,7 @@ class CachedModel:
         `fixed`: passes cut and padded to this many by position alone, nothing reused, so that
         the keys are the same bits whatever went before.
         """
-        if self._decoder is not None and not self._binding.holds():
-            self._decoder = None
-            self._decoder = self._recognised(row)
+        self._bind_anew(row)
         far = self.is_far(len(tokens) + 1)  # the root follows
         if fixed or self.cache.far[row] != far:
             self.cache.contents[row].clear()
@@ -247,6 +288,32 @@ class CachedModel:
             self.run(block, first=row, live=live, scored=False, real=len(part))
             self.cache.contents[row].extend(part)
         return matched
+
+    def prefill_rows(self, first: int, texts: Seq[Seq[int]]) -> None:
+        """Fills rows from `first` on, several in a pass, reusing nothing."""
+        alone = self.bit_stable or self.switch is not None or len(texts) == 1
+        for row in range(first, first + len(texts)):
+            self.cache.contents[row].clear()
+            if alone:
+                self.prefill(row, texts[row - first])
+        if alone:
+            return
+        self._bind_anew(first)
+        most = max(map(len, texts))
+        chunk = min(PREFILL_CHUNK, max(1, PREFILL_TOKENS // len(texts)))
+        for start in range(0, most, chunk):
+            parts = [list(text[start : start + chunk]) for text in texts]
+            width = max(map(len, parts))
+            block = torch.tensor([part + [0] * (width - len(part)) for part in parts])
+            self.run(block, first=first, scored=False, real=[len(part) for part in parts])
+            for row, part in enumerate(parts, start=first):
+                self.cache.contents[row].extend(part)
+
+    def _bind_anew(self, row: int) -> None:
+        """If the model's weights have been moved or patched since the last text."""
+        if self._decoder is not None and not self._binding.holds():
+            self._decoder = None
+            self._decoder = self._recognised(row)
 
     # --------------------------------------------------------------------------- at load
 
@@ -319,35 +386,3 @@ class CachedModel:
         if self.device.type != "cuda" or self.switch is not None or hooks:
             return None  # what a recording would leave out, or decide once for all
         return RecordedForward(self.model, self._forward, self.cache, compiled=self.compiled)
-
-    @torch.inference_mode()
-    def _compare_with_own_forward(self) -> None:
-        """An architecture nobody tested here must agree with itself: chunked and through our
-        cache and mask as well as in one plain forward."""
-        if not self._uses_interface:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} has an attention of its own that nobody has tested "
-                "with trees and ragged batches here"
-            )
-        generator = torch.Generator().manual_seed(0)
-        count = min(48, self.max_context - 8)
-        ids = torch.randint(0, self.vocabulary, (1, count), generator=generator)
-        own = self.model(input_ids=ids.to(self.device), use_cache=False).logits.float()
-        half = count // 2
-        self.prefill(0, ids[0, :half].tolist())
-        # As a chain, over more slots than are used, and behind a branch that is not theirs.
-        chain = self.run(ids[:, half:], live=count + 8).float().clone()
-        width = count - half + 1
-        parents = torch.tensor([[-1, 0, 0, *range(2, width - 1)]])
-        nodes = torch.cat([ids[:, half : half + 1], ids[:, :1], ids[:, half + 1 :]], 1)
-        branch = self.run(nodes, parents=parents).float()
-        self.cache.contents[0].clear()
-        ours = torch.cat([chain, branch[:, :1], branch[:, 2:]], 1)
-        own = torch.cat([own[:, half:], own[:, half:]], 1)
-        gap = (own - ours).abs().max() / own.abs().max().clamp(min=1e-6)
-        bound = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.1
-        if not gap <= bound:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} gives other logits with our cache and mask than by "
-                f"itself (by {float(gap):.1e} of their size): its attention is not one we know"
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable
 
@@ -23,6 +24,17 @@ class Scheduler:
     def next_to_admit(self) -> Sequence | None:
         full = len(self.running) >= self.max_batch
         return None if full or not self.waiting else self.waiting[0]
+
+    def strangers(self) -> list[Sequence]:
+        """The next to admit and those behind it that share nothing with others: they can be
+        filled together."""
+        found: list[Sequence] = []
+        for sequence in itertools.islice(self.waiting, self.max_batch - len(self.running)):
+            request = sequence.request
+            if request.reuse or any(mate.request is request for mate in found[-1:]):
+                break
+            found.append(sequence)
+        return found
 
     def admit(self) -> None:
         self.running.append(self.waiting.popleft())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from draftahead.errors import ConfigError, UnsupportedModelError
 
 # Held to transformers' own generate, token by token, in tests/test_parity.py.
@@ -61,3 +63,36 @@ def longrope_switch(model: Any) -> int | None:
         if rope.get("rope_type") == "longrope":
             return int(rope["original_max_position_embeddings"])
     return None
+
+
+@torch.inference_mode()
+def refuse_disagreeing(passes: Any) -> None:
+    """An architecture nobody tested here must agree with itself: chunked and through our
+    cache and mask as well as in one plain forward."""
+    if not passes.uses_interface:
+        raise UnsupportedModelError(
+            f"{type(passes.model).__name__} has an attention of its own that nobody has tested "
+            "with trees and ragged batches here"
+        )
+    generator = torch.Generator().manual_seed(0)
+    count = min(48, passes.max_context - 8)
+    ids = torch.randint(0, passes.vocabulary, (1, count), generator=generator)
+    own = passes.model(input_ids=ids.to(passes.device), use_cache=False).logits.float()
+    half = count // 2
+    passes.prefill(0, ids[0, :half].tolist())
+    # As a chain, over more slots than are used, and behind a branch that is not theirs.
+    chain = passes.run(ids[:, half:], live=count + 8).float().clone()
+    width = count - half + 1
+    parents = torch.tensor([[-1, 0, 0, *range(2, width - 1)]])
+    nodes = torch.cat([ids[:, half : half + 1], ids[:, :1], ids[:, half + 1 :]], 1)
+    branch = passes.run(nodes, parents=parents).float()
+    passes.cache.contents[0].clear()
+    ours = torch.cat([chain, branch[:, :1], branch[:, 2:]], 1)
+    own = torch.cat([own[:, half:], own[:, half:]], 1)
+    gap = (own - ours).abs().max() / own.abs().max().clamp(min=1e-6)
+    bound = 1e-3 if passes.model.dtype in (torch.float32, torch.float64) else 0.1
+    if not gap <= bound:
+        raise UnsupportedModelError(
+            f"{type(passes.model).__name__} gives other logits with our cache and mask than by "
+            f"itself (by {float(gap):.1e} of their size): its attention is not one we know"
+        )

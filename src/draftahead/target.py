@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -75,6 +76,14 @@ class Target:
             self.passes.cache.contents[row].clear()
         return self.passes.prefill(row, tokens)
 
+    def prefill_rows(self, first: int, sequences: Seq[Sequence]) -> None:
+        """The same for several texts in rows from `first` on, of which nothing is held yet."""
+        if self.replay:
+            for row, sequence in enumerate(sequences, start=first):
+                self.prefill(row, sequence)
+        else:
+            self.passes.prefill_rows(first, [sequence.tokens[:-1] for sequence in sequences])
+
     def score(self, batch: Batch, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, but for replay and for rows rotated apart."""
         for row, sequence in enumerate(batch.sequences):
@@ -100,7 +109,7 @@ class Target:
             return Scores(torch.cat(alone), draft=draft)
         logits = self.passes.run(draft.tokens, parents=parents)
         passes = self.passes
-        return Scores(logits, passes.best, passes.top, passes.states, draft)
+        return Scores(logits, passes.best, passes.top, draft)
 
     def _rotate_crossed(self, batch: Batch) -> None:
         """A text that has just outgrown longrope's switch is rotated anew, as transformers does."""

@@ -316,7 +316,6 @@ class Scores:
     logits: Tensor  # [B, N, V], of the target, for the token after each node
     best: Tensor | None = None  # [B, N] their argmax if a pass found it, -1 where not finite
     top: Tensor | None = None  # [B, N, 4] the likeliest tokens, if a pass found them
-    states: Tensor | None = None  # [B, N, W, H] of the layers that a drafter watches
     draft: Draft | None = None  # what was scored: of what a drafter proposed, the part that pays
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from draftahead.errors import ConfigError, UnknownDrafterError, nearest
+from draftahead.passes import CachedModel
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 
@@ -56,6 +57,7 @@ class Setting:
     max_context: int
     load: Callable[[str], tuple[Any, Any]]  # name -> (model, tokenizer), on this device
     successors: Path | None = None  # a table for `recycle` that comes with the model
+    target: CachedModel | None = None  # the model itself, for drafters that work with parts of it
 
 
 _REGISTRY: dict[str, Callable[..., Drafter]] = {}

@@ -85,7 +85,7 @@ class CpuDecoder:
         require(cache.keys[0].device.type == "cpu", "not on the CPU")
         require(shape.width % 16 == 0 and shape.inner % 16 == 0, "odd widths")
         require(fits(shape.head), "head")
-        self._library, self._shape = library, shape
+        self._library, self._shape, self._cache = library, shape, cache
         self._layers = (Layer * len(shape.layers))(
             *(_layer(layer, cache.keys[i], cache.values[i]) for i, layer in enumerate(shape.layers))
         )
@@ -149,9 +149,10 @@ class CpuDecoder:
                 (logits[part], top[part]) if scored else None,
                 None if states is None else states[part],
             )
-        if not scored:
-            return Scored(logits, states=states)
-        return Scored(logits, top[..., 0], top, states)
+        if states is not None:
+            slots = torch.tensor(lengths)[:, None] + torch.arange(nodes)
+            self._cache.store(states, place.first, slots)
+        return Scored(logits, top[..., 0], top) if scored else Scored(logits)
 
     def _run(
         self,

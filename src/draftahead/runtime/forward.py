@@ -26,7 +26,7 @@ MOST_NODES = 64
 MOST_SHAPES = 64  # that one layer is compiled for
 SHORTEST = 256  # slots; longer stretches are powers of two
 
-Forward = Callable[[Tensor, Tensor, Tensor, CacheWindow, bool], tuple[Tensor, Tensor | None]]
+Forward = Callable[[Tensor, Tensor, Tensor, CacheWindow, bool], Tensor]
 
 
 class RecordedForward:
@@ -40,7 +40,7 @@ class RecordedForward:
         self.tolerance = 0.1 if half else 1e-3  # other numbers of slots make other sums
 
     def watch(self, depths: tuple[int, ...]) -> None:
-        self.graphs.forget()  # the forward itself tells the states
+        self.graphs.forget()  # the forward itself stores the states
 
     def takes(self, texts: int, nodes: int, scored: bool) -> bool:
         return self.graphs.works and scored and nodes <= MOST_NODES
@@ -63,9 +63,9 @@ class RecordedForward:
         found = self.graphs.run(place, body, tokens, lengths, parents, place.real)
         if found is None:
             return None
-        logits, states = found
+        (logits,) = found
         assert logits is not None
-        return Scored(logits, states=states)
+        return Scored(logits)
 
     def _pass(self, inputs: Inputs, place: Place) -> tuple[Tensor | None, ...]:
         nodes, lengths = inputs.tokens.shape[1], inputs.lengths
@@ -76,9 +76,9 @@ class RecordedForward:
         slots = lengths[:, None] + index
         window = CacheWindow(self._cache, place.first, slots, place.live, place.real)
         if self._layers is None:
-            return self._forward(inputs.tokens, positions, mask, window, True)
+            return (self._forward(inputs.tokens, positions, mask, window, True),)
         with self._layers.in_place():
-            return self._forward(inputs.tokens, positions, mask, window, True)
+            return (self._forward(inputs.tokens, positions, mask, window, True),)
 
 
 class CompiledLayers:

@@ -140,9 +140,9 @@ class GpuDecoder:
         found = self.graphs.run(key, body, tokens, lengths, parents, place.real)
         if found is None:
             return None
-        logits, best, states = found
+        logits, best = found
         assert logits is not None
-        return Scored(logits, best, states=states)
+        return Scored(logits, best)
 
     def _pass(
         self, inputs: Inputs, first: int, splits: int, blocks: int
@@ -178,13 +178,11 @@ class GpuDecoder:
             self.kernels.pick, count, self.tops, self.places, self.best, tiles,
             BLOCK=_power_of_two(tiles),
         )  # fmt: skip
-        logits, best = self.logits[:count], self.best[:count]
-        states = self.states[:count] if self._watched else None
-        return (
-            logits.view(texts, nodes, -1),
-            best.view(texts, nodes),
-            None if states is None else states.view(texts, nodes, len(self._watched), -1),
-        )
+        if self._watched:
+            slots = inputs.lengths[:, None] + torch.arange(nodes, device=self.device)
+            states = self.states[:count].view(texts, nodes, len(self._watched), -1)
+            self.cache.store(states, first, slots)
+        return self.logits[:count].view(texts, nodes, -1), self.best[:count].view(texts, nodes)
 
     def _linear(
         self,

@@ -37,7 +37,6 @@ class Scored(NamedTuple):
     logits: Tensor  # [B, N, V]
     best: Tensor | None = None  # [B, N] the first of the largest, -1 where that is not finite
     top: Tensor | None = None  # [B, N, 4] the largest, the best first, if found on the way
-    states: Tensor | None = None  # [B, N, W, H] what is watched of the layers between
 
 
 class NotThisShapeError(Exception):
@@ -83,7 +82,7 @@ class Decoder(Protocol):
     tolerance: float  # how far from the model's own forward its logits may be, relative
 
     def watch(self, depths: tuple[int, ...]) -> None:
-        """Passes tell the states after so many layers from now on; after the last one, normed."""
+        """Passes store the states after so many layers from now on; after the last one, normed."""
 
     def takes(self, texts: int, nodes: int, scored: bool) -> bool: ...
 

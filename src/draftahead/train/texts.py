@@ -1,0 +1,187 @@
+"""Texts to learn from: prompts, and the answers that the target itself gives to them.
+
+A head learns to say what its target says, so it learns from the target's own words. Answers are
+written in parts, each complete when its file is there: what was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftahead.errors import ConfigError
+from draftahead.types import Sampling
+
+if TYPE_CHECKING:
+    from draftahead.llm import LLM
+
+NOTES = "answers.json"
+GROUPS = 8  # batches of answers to a file
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids one behind the other. Text i is `tokens[starts[i]:starts[i + 1]]`, and what is to
+    be learnt of it begins at `answers[i]`, counted from its own start."""
+
+    tokens: Tensor  # int32
+    starts: Tensor  # int64 [texts + 1]
+    answers: Tensor  # int64 [texts]
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def text(self, index: int) -> Tensor:
+        return self.tokens[int(self.starts[index]) : int(self.starts[index + 1])]
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.starts.diff()
+
+    @staticmethod
+    def of(texts: Seq[tuple[Seq[int], Seq[int]]]) -> Texts:
+        """From prompts and answers."""
+        ids = [[*prompt, *answer] for prompt, answer in texts]
+        lengths = torch.tensor([0, *(len(text) for text in ids)])
+        return Texts(
+            tokens=torch.tensor([token for text in ids for token in text], dtype=torch.int32),
+            starts=lengths.cumsum(0),
+            answers=torch.tensor([len(prompt) for prompt, _ in texts]),
+        )
+
+    @staticmethod
+    def joined(parts: Seq[Texts]) -> Texts:
+        lengths = torch.cat([torch.tensor([0]), *(part.lengths for part in parts)])
+        return Texts(
+            tokens=torch.cat([part.tokens for part in parts]),
+            starts=lengths.cumsum(0),
+            answers=torch.cat([part.answers for part in parts]),
+        )
+
+    def chosen(self, indices: Seq[int]) -> Texts:
+        return Texts.of(
+            [
+                ((text := self.text(i).tolist())[: (at := int(self.answers[i]))], text[at:])
+                for i in indices
+            ]
+        )
+
+
+# ---------------------------------------------------------------------------------- prompts
+
+
+def read_prompts(path: Path, llm: LLM) -> tuple[list[list[int]], Texts | None]:
+    """A JSON object a line. `prompt`, `messages` or `turns` (of which the first is asked) wait for
+    an answer; a `text` is learnt as it stands. Returns the prompts' ids, and the texts if any."""
+    prompts: list[list[int]] = []
+    whole: list[tuple[list[int], list[int]]] = []
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if "text" in entry:
+                ids = llm.encode(str(entry["text"]))
+                whole.append((ids[:1], ids[1:]))
+                continue
+            if "messages" in entry:
+                asked: Any = entry["messages"]
+            else:
+                said = str(entry["prompt"] if "prompt" in entry else entry["turns"][0])
+                chat = getattr(llm.tokenizer, "chat_template", None) is not None
+                asked = [{"role": "user", "content": said}] if chat else said
+            prompts.append(llm.encode(asked))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as problem:
+            raise ConfigError(
+                f"{path}, line {number}: needs 'prompt', 'messages', 'turns' or 'text' ({problem})"
+            ) from None
+    if not prompts and not whole:
+        raise ConfigError(f"{path} holds nothing to learn from")
+    return prompts, Texts.of(whole) if whole else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"cannot read {path}: {problem}") from None
+
+
+# ---------------------------------------------------------------------------------- answers
+
+
+def write_answers(
+    llm: LLM,
+    prompts: Seq[Seq[int]],
+    folder: Path,
+    *,
+    sampling: Sampling,
+    longest: int | None = None,
+    part: tuple[int, int] = (1, 1),
+    told: Callable[[int, int, int], None] = lambda done, of, tokens: None,
+) -> Texts:
+    """Answers to all prompts of at most `longest` tokens, into files in `folder`; those that are
+    there already are left as they are. `part` 2 of 3 does the second third of the files, so that
+    several processes can share the work."""
+    context = llm.engine.target.max_context - (sampling.max_tokens or 0)
+    longest = min(longest or context, context)
+    # Of like length together: a batch is as long as its longest.
+    kept = sorted((list(p) for p in prompts if 0 < len(p) <= longest), key=len)
+    if not kept:
+        raise ConfigError(f"no prompt has at most {longest} tokens: raise the longest, or context")
+    batch = llm.engine.scheduler.max_batch
+    files = -(-len(kept) // (batch * GROUPS))
+    _check_notes(folder, kept, sampling, files)
+    done = tokens = 0
+    mine = range(part[0] - 1, files, part[1])
+    for number in mine:
+        file = folder / f"answers-{number:05d}.safetensors"
+        if not file.exists():
+            asked = kept[number::files]
+            pairs = []
+            for start in range(0, len(asked), batch):
+                group = asked[start : start + batch]
+                for prompt, said in zip(group, llm.generate(group, sampling), strict=True):
+                    pairs.append((prompt, said.token_ids))
+            _save(Texts.of(pairs), file)
+            tokens += sum(len(answer) for _, answer in pairs)
+        done += 1
+        told(done, len(mine), tokens)
+    return read_answers(folder)
+
+
+def _check_notes(folder: Path, prompts: list[list[int]], sampling: Sampling, files: int) -> None:
+    """What the files there are answers to; others may not be mixed with them."""
+    key = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    notes = {"prompts": key, "sampling": repr(sampling), "files": files}
+    place = folder / NOTES
+    folder.mkdir(parents=True, exist_ok=True)
+    if place.exists() and json.loads(place.read_text("utf-8")) != notes:
+        raise ConfigError(
+            f"{folder} holds answers to other prompts, or given with other settings: "
+            "name another folder, or delete that one"
+        )
+    place.write_text(json.dumps(notes) + "\n", "utf-8")
+
+
+def _save(texts: Texts, file: Path) -> None:
+    """At once or not at all."""
+    part = file.with_suffix(".part")
+    save_file({"tokens": texts.tokens, "starts": texts.starts, "answers": texts.answers}, part)
+    part.replace(file)
+
+
+def read_answers(folder: Path) -> Texts:
+    files = sorted(folder.glob("answers-*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no answers: `draftahead train answers` writes them")
+    return Texts.joined([Texts(**load_file(file)) for file in files])
