@@ -23,6 +23,7 @@ ORDER = [
     "support",
     "passes",
     "target",
+    "heads",
     "rates",
     "suffixes",
     "drafters",
@@ -34,6 +35,7 @@ ORDER = [
     "llm",
     "prompts",
     "bench",
+    "train",
     "cli",
     "__main__",
 ]
