@@ -198,7 +198,7 @@ def _sides(
         config: dict[str, Any] = {"method": name}
         if name != "none" and tokens is not None:
             config["num_speculative_tokens"] = tokens
-        if name == "draft_model" or (name == "auto" and draft_model is not None):
+        if name in ("draft_model", "medusa") or (name == "auto" and draft_model is not None):
             config["model"] = draft_model
         found.append(side(name, first, config, batch))
     return found

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.", show_default=True)]
 Drafter = Annotated[
-    str | None, typer.Option(help="auto, suffix, recycle, lookup, draft_model or none.")
+    str | None, typer.Option(help="auto, suffix, recycle, lookup, draft_model, medusa or none.")
 ]
-DraftModel = Annotated[str | None, typer.Option(help="The model that drafts.")]
+DraftModel = Annotated[str | None, typer.Option(help="The model, or the heads, that draft.")]
 SpeculativeConfig = Annotated[
     str | None, typer.Option(help="The drafter as JSON, with vLLM's keys.", metavar="JSON")
 ]
