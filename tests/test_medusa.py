@@ -345,7 +345,7 @@ def test_heads_that_know_are_believed(
     """Every step but the first takes all three guesses: one position off, and none would be. Rows
     change hands meanwhile: texts end one by one, sisters start from copies."""
     model, heads = orbit(dtype)
-    llm = LLM(model, {"method": "medusa", "model": heads, **options}, max_batch=2)
+    llm = LLM(model, {"method": "medusa", "model": heads, **options}, max_batch=3)
     prompts = [[1], [5, 9, 2, 7], [30, 4], [8] * 11]
     lengths = (21, 41, 13, 9)
     samplings = [
