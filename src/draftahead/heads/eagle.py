@@ -82,7 +82,7 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads or self.key_heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:2], heads or self.key_heads, -1).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
