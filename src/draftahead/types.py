@@ -343,6 +343,7 @@ class Completion:
     index: int = 0  # which prompt of the call
     sample: int = 0  # which of the n samples of that prompt
     error: DraftaheadError | None = None
+    lossless: bool = True  # False: guesses were kept for being likely, not for being drawn
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,20 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
         start.data_ptr(),
     )
     return y.view(*shape[:-1], layer.out_features)
+
+
+def rows_of(layer: Any, ids: Tensor) -> Any:
+    """A layer that computes some of the outputs of another, from a copy of their weights."""
+    part = copy.copy(layer)
+    part._parameters = {
+        name: None if held is None else nn.Parameter(held.detach()[ids], requires_grad=False)
+        for name, held in layer._parameters.items()
+    }
+    part._buffers = {
+        name: None if held is None else held[ids] for name, held in layer._buffers.items()
+    }
+    part.out_features = len(ids)
+    return part
 
 
 class SmallRowLinears:
