@@ -26,6 +26,7 @@ ORDER = [
     "heads",
     "rates",
     "suffixes",
+    "growth",
     "drafters",
     "policy",
     "text",
