@@ -21,6 +21,7 @@ ORDER = [
     "hub",
     "runtime",
     "support",
+    "parts",
     "passes",
     "target",
     "heads",
