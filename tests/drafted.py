@@ -80,6 +80,16 @@ REGISTERED: dict[str, Callable[[Any], Any]] = {
         "model": other(target),
         "num_speculative_tokens": 4,
     },
+    "early_exit": lambda target: {
+        "method": "early_exit",
+        "layers": 2,
+        "num_speculative_tokens": 4,
+    },
+    "layer_skip": lambda target: {
+        "method": "layer_skip",
+        "skip": [1],
+        "num_speculative_tokens": 4,
+    },
 }
 SPECIAL: dict[str, Callable[[Any], Any]] = {
     "suffix_guided": lambda target: "suffix",  # the policy decides how much is scored
@@ -94,6 +104,9 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
         "model": other(target),
     },
     "draft_model_self_guided": lambda target: {"method": "draft_model", "model": target},
+    "early_exit_guided": lambda target: "early_exit",
+    "early_exit_all": lambda target: {"method": "early_exit", "layers": 3},
+    "layer_skip_guided": lambda target: "layer_skip",
     "garbage": lambda target: Garbage(),
     "garbage_tree": lambda target: GarbageTree(),
     "draft_model_self": lambda target: {
@@ -103,7 +116,7 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     },
 }
 ALL = {**REGISTERED, **SPECIAL}
-DRAWN = ("draft_model", "draft_model_self")  # sample their guesses
+DRAWN = ("draft_model", "draft_model_self", "early_exit")  # sample their guesses
 
 
 def registered_names() -> list[str]:

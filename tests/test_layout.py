@@ -28,6 +28,7 @@ ORDER = [
     "rates",
     "suffixes",
     "growth",
+    "selfdraft",
     "drafters",
     "policy",
     "text",

@@ -170,3 +170,19 @@ def draw_chain(
         tokens = batch.dice.draw(logits, going, best)
         if depth + 1 < count:
             logits, best = feed(tokens)
+
+
+def guess_chain(batch: Batch, count: int, logits: Tensor, feed: Feed) -> Draft:
+    """So many guesses for every text, each what the target would say by this law. For drafters
+    whose law may be another when the same text is asked for again: what is drawn would be, too."""
+    rows = range(len(batch.sequences))
+    chains: list[list[int]] = [[] for _ in rows]
+    for depth in range(count):
+        paths = [tuple(chain) for chain in chains]
+        tokens = batch.dice.outlook(logits, rows, paths, 1)[1][:, 0]
+        for chain, token in zip(chains, tokens.tolist(), strict=True):
+            chain.append(token)
+        if depth + 1 < count:
+            logits, _ = feed(tokens)
+    guesses = [chain[:room] for chain, room in zip(chains, batch.rooms, strict=True)]
+    return Draft.chains(batch.roots, guesses)
