@@ -190,9 +190,7 @@ def save(
         "fc_norm": c.norm_each,
         "norm_output": c.norm_output,
         "eagle_aux_hidden_state_layer_ids": list(c.depths),
-        "target_hidden_size": None
-        if c.target_hidden == c.layer.hidden_size
-        else c.target_hidden,
+        "target_hidden_size": None if c.target_hidden == c.layer.hidden_size else c.target_hidden,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "speculators_version": "0.7.0",
