@@ -98,6 +98,16 @@ REGISTERED: dict[str, Callable[[Any], Any]] = {
         "model": random_heads(target),
         "num_speculative_tokens": 3,
     },
+    "early_exit": lambda target: {
+        "method": "early_exit",
+        "layers": 2,
+        "num_speculative_tokens": 4,
+    },
+    "layer_skip": lambda target: {
+        "method": "layer_skip",
+        "skip": [1],
+        "num_speculative_tokens": 4,
+    },
 }
 SPECIAL: dict[str, Callable[[Any], Any]] = {
     "suffix_guided": lambda target: "suffix",  # the policy decides how much is scored
@@ -118,6 +128,9 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
         "model": random_heads(target, 2, torch.arange(0, zoo.VOCABULARY, 3)),
         "tree": [[0], [1], [0, 0], [5], [1, 2]],
     },
+    "early_exit_guided": lambda target: "early_exit",
+    "early_exit_all": lambda target: {"method": "early_exit", "layers": 3},
+    "layer_skip_guided": lambda target: "layer_skip",
     "garbage": lambda target: Garbage(),
     "garbage_tree": lambda target: GarbageTree(),
     "draft_model_self": lambda target: {
@@ -127,7 +140,7 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     },
 }
 ALL = {**REGISTERED, **SPECIAL}
-DRAWN = ("draft_model", "draft_model_self", "medusa")  # sample their guesses
+DRAWN = ("draft_model", "draft_model_self", "early_exit", "medusa")  # sample their guesses
 
 
 def registered_names() -> list[str]:

@@ -232,9 +232,9 @@ def test_a_guided_draft_model_with_a_shorter_context() -> None:
 def test_a_level_that_took_long_once_is_tried_again() -> None:
     llm = LLM(zoo.tiny("llama"), {"method": "draft_model", "model": zoo.tiny("llama", seed=1)})
     drafter: Any = llm.engine.drafter
-    drafter._level_seconds, drafter._levels = 30.0, 9
+    drafter.grower.level_seconds, drafter.grower.levels = 30.0, 9
     llm.generate([[1, 2, 3]] * 40, Sampling(temperature=0, max_tokens=40))
-    assert drafter._level_seconds < 30.0
+    assert drafter.grower.level_seconds < 30.0
 
 
 class Peeper(Drafter):

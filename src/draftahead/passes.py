@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from draftahead import attention, support, tree
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
+from draftahead.parts import Part
 from draftahead.runtime.cpu import MOST_ROWS, CpuDecoder
 from draftahead.runtime.forward import RecordedForward
 from draftahead.runtime.gpu import GpuDecoder
@@ -30,11 +31,13 @@ from draftahead.runtime.shape import (
     Decoder,
     NotThisShapeError,
     Place,
+    Scored,
     is_patched,
     recognise,
 )
 from draftahead.support import (
     attention_configs,
+    chosen_context,
     context_limit,
     longrope_switch,
     refuse_disagreeing,
@@ -66,7 +69,7 @@ class CachedModel:
         self.device: torch.device = model.device
         self.vocabulary = int(text_config(model).vocab_size)
         self.limit = context_limit(model)
-        self.max_context = self._chosen_context(max_context)
+        self.max_context = chosen_context(self.limit, max_context)
         self.switch = longrope_switch(model)
         self.uses_interface = bool(model._can_set_attn_implementation())
         self._configs = attention_configs(model) if self.uses_interface else []
@@ -119,13 +122,6 @@ class CachedModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _chosen_context(self, wanted: int | None) -> int:
-        if wanted is None:
-            return min(self.limit, 8192)  # a cache for more is asked for, not assumed
-        if not 1 <= wanted <= self.limit:
-            raise ConfigError(f"max_context must be 1 to {self.limit} for this model, not {wanted}")
-        return wanted
-
     # ------------------------------------------------------------------------- the pass
 
     @torch.inference_mode()
@@ -138,6 +134,8 @@ class CachedModel:
         live: int | None = None,
         scored: bool = True,
         real: int | Seq[int] = 1,
+        part: Part | None = None,
+        ahead: int = 0,
     ) -> Tensor:
         """Scores nodes [B, N] of rows [first, first + B), each after what its row holds.
 
@@ -145,18 +143,20 @@ class CachedModel:
         moves it. `parents` [B, N] for trees, None for chains. `live`: slots to read, by default
         as many as are needed. Returns logits [B, N, V], good until the next pass; without `scored`
         only the keys count, and what is returned does not. The first `real` nodes (of each row,
-        if there are several numbers) belong to the text, the others are guesses or padding.
+        if there are several numbers) belong to the text, the others are guesses or padding. `part`:
+        only some of the layers, for guesses alone; nothing is watched. `ahead`: nodes of earlier
+        passes that these follow as a chain, in the slots behind each row's length.
         """
         texts, width = tokens.shape
-        held = [len(self.cache.contents[first + b]) for b in range(texts)]
+        held = [len(self.cache.contents[first + b]) + ahead for b in range(texts)]
         end = max(held) + width
-        live = end if live is None else live
+        live, real = end if live is None else live, real if part is None else 0
         beacon = self._needs_beacon(first, end)
         if max(live, end + beacon) > self.cache.length:
             raise ConfigError(f"a pass of {width} nodes does not fit behind {max(held)} tokens")
         if not beacon and isinstance(real, int):
             place = Place(first, live, self._last_position(first), real)
-            found = self._by_kernels(tokens, held, parents, place, scored)
+            found = self._by_kernels(tokens, held, parents, place, scored, part)
             if found is not None:
                 return found
         self.best = self.top = None
@@ -176,16 +176,23 @@ class CachedModel:
         mask = attention.distances(lengths, depths, ancestors, live)
         slots = lengths[:, None] + torch.arange(width, device=self.device)
         window = CacheWindow(self.cache, first, slots, live, real)
-        logits = self._forward(tokens, positions, mask, window, scored)
+        logits = self._forward(tokens, positions, mask, window, scored, part=part)
         return logits[:, :-1] if beacon else logits
 
     def _by_kernels(
-        self, tokens: Tensor, held: list[int], parents: Tensor | None, place: Place, scored: bool
+        self,
+        tokens: Tensor,
+        held: list[int],
+        parents: Tensor | None,
+        place: Place,
+        scored: bool,
+        part: Part | None,
     ) -> Tensor | None:
         """The pass in another way than by the model's own forward, if there is one for it."""
         texts, width = tokens.shape
         extra = self._idle_rows(place.first, texts, width)
-        if self._decoder is None or not self._decoder.takes(texts + extra, width, scored):
+        decoder = self._decoder if part is None else part.decoder(self._decoder)
+        if decoder is None or not decoder.takes(texts + extra, width, scored):
             return None
         above = None if parents is None else parents.tolist()
         if extra:
@@ -193,9 +200,10 @@ class CachedModel:
             idle = self.cache.contents[place.first + texts :][:extra]
             held = held + [len(row) for row in idle]
             above = None if above is None else above + above[:1] * extra
-        found = self._decoder.run(tokens, held, above, place=place, scored=scored)
+        found = decoder.run(tokens, held, above, place=place, scored=scored)
         if found is None:
             return None
+        found = found if part is None else part.spread(found)
         self.best = None if found.best is None else found.best[:texts]
         self.top = None if found.top is None else found.top[:texts]
         return found.logits[:texts]
@@ -234,24 +242,26 @@ class CachedModel:
         cache: Any,
         scored: bool,
         attention_name: str = attention.NAME,
+        part: Part | None = None,
     ) -> Tensor:
+        watched = self._watched if part is None else ()
         if not self.uses_interface:
             mask = attention.additive(mask, self.model.dtype)
         extra = {} if scored or not self._keeps_last else {"logits_to_keep": 1}
-        with self._our_kernels(attention_name):
+        with self._our_kernels(attention_name), part.in_place() if part else nullcontext():
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
-                output_hidden_states=bool(self._watched),
+                output_hidden_states=bool(watched),
                 **extra,
             )
-        if self._watched:
-            cache.store(torch.stack([out.hidden_states[depth] for depth in self._watched], 2))
-        logits: Tensor = out.logits
-        return logits
+        if watched:
+            cache.store(torch.stack([out.hidden_states[depth] for depth in watched], 2))
+        found = Scored(out.logits)
+        return (found if part is None else part.spread(found)).logits
 
     @contextmanager
     def _our_kernels(self, name: str = attention.NAME) -> Iterator[None]:

@@ -57,6 +57,14 @@ def context_limit(model: Any) -> int:
     return limit if limit > 0 else 8192
 
 
+def chosen_context(limit: int, wanted: int | None) -> int:
+    if wanted is None:
+        return min(limit, 8192)  # a cache for more is asked for, not assumed
+    if not 1 <= wanted <= limit:
+        raise ConfigError(f"max_context must be 1 to {limit} for this model, not {wanted}")
+    return wanted
+
+
 def longrope_switch(model: Any) -> int | None:
     """The length beyond which longrope takes its other set of frequencies."""
     for rope in _rope(text_config(model)):

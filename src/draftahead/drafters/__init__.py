@@ -59,6 +59,12 @@ class Setting:
     successors: Path | None = None  # a table for `recycle` that comes with the model
     target: CachedModel | None = None  # the model itself, for drafters that work with parts of it
 
+    def own_passes(self, name: str) -> CachedModel:
+        """The target's, for a drafter that cannot do without."""
+        if self.target is None:
+            raise ConfigError(f"drafter {name!r} works with the target itself, and was given none")
+        return self.target
+
 
 _REGISTRY: dict[str, Callable[..., Drafter]] = {}
 _SYNONYMS: dict[str, str] = {}

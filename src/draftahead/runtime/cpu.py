@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,8 +108,25 @@ class CpuDecoder:
         )
         # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
         self.tolerance = 0.05 if self._model.head.scales else 1e-3
+        self._exit: Callable[[Tensor], Tensor] | None = None
         self._scratch = torch.empty(0)
         self._watch = torch.empty(0, dtype=torch.int64)
+
+    def part(
+        self, layers: Seq[int], exit: Callable[[Tensor], Tensor] | None, head: Any
+    ) -> CpuDecoder:
+        """The same for some of the layers, over the same cache. `exit`: what becomes of states
+        before the last norm. `head`: in the head's place, if there is one."""
+        found = copy.copy(self)
+        found._layers = (Layer * len(layers))(*(self._layers[index] for index in layers))
+        found._model = Model.from_buffer_copy(self._model)
+        found._model.layers = ctypes.addressof(found._layers)
+        found._model.layer_count = len(layers)
+        if head is not None:
+            found._model.head = describe(head)
+        found._exit = exit
+        found._watch = torch.empty(0, dtype=torch.int64)
+        return found
 
     def watch(self, depths: tuple[int, ...]) -> None:
         self._watch = torch.tensor(depths, dtype=torch.int64)
@@ -132,7 +152,7 @@ class CpuDecoder:
         turns = self._shape.rotary(x, positions)
         turns = [part.expand(texts, -1, -1).contiguous() for part in turns]
         assert turns[0].shape[-1] == self._model.width
-        logits = torch.empty(texts, nodes, self._shape.vocabulary if scored else 0)
+        logits = torch.empty(texts, nodes, self._model.head.out if scored else 0)
         top = torch.empty(texts, nodes, TOP, dtype=torch.int64)
         watched = len(self._watch)
         states = torch.empty(texts, nodes, watched, self._shape.hidden) if watched else None
@@ -189,6 +209,14 @@ class CpuDecoder:
             top=None if found is None else found[1].data_ptr(),
             scratch=self._scratch.data_ptr(),
         )
+        if self._exit is not None and found is not None:
+            arguments.logits = None  # the layers alone, and then none of them
+            self._library.draftahead_pass(model, ctypes.byref(arguments), threads)
+            x = self._exit(x).contiguous()
+            arguments.x, arguments.logits = x.data_ptr(), found[0].data_ptr()
+            only_head = Model.from_buffer_copy(self._model)
+            only_head.layer_count = 0
+            model = ctypes.byref(only_head)
         self._library.draftahead_pass(model, ctypes.byref(arguments), threads)
 
 

@@ -38,7 +38,7 @@ struct Pass {
   const int32_t* depths;       // [rows][nodes]
   const uint64_t* ancestors;   // [rows][nodes] bit m: node m leads to this one, itself included
   const float *cos, *sin;      // [rows][nodes][width]
-  float* x;                    // [rows][nodes][hidden]: embeddings in, garbage out
+  float* x;                    // [rows][nodes][hidden]: embeddings in, the last layer's states out
   float* logits;               // [rows][nodes][vocabulary], or null if only the keys are wanted
   int64_t watched;             // states that are asked for
   const int64_t* watch;        // [watched] after so many layers, ascending; after all: normed

@@ -1,0 +1,55 @@
+"""The first layers of the target draft, with its own norm and head behind them (LayerSkip, Elhoushi
+et al., arXiv 2404.16710; Kangaroo, Liu et al., arXiv 2404.18911).
+
+Weights and keys are the target's. A trained adapter may stand between the last of these layers and
+the norm; without one the guesses are as good as the model's early layers happen to be, which is
+little unless it was trained for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.errors import ConfigError
+from draftahead.growth import DEEPEST, Grower
+from draftahead.heads.exit import load_adapter
+from draftahead.parts import Part
+from draftahead.selfdraft import SelfDraft
+from draftahead.support import text_config
+from draftahead.types import Batch, Draft
+
+
+@register("early_exit")
+class EarlyExit(Drafter):
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        layers: int | None = None,
+        adapter: str | Path | None = None,
+        num_speculative_tokens: int | None = None,
+    ) -> None:
+        self.guided = num_speculative_tokens is None
+        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=DEEPEST)
+        self.grower = Grower(self.count)
+        self.passes = setting.own_passes("early_exit")
+        model = self.passes.model
+        most = int(text_config(model).num_hidden_layers)
+        loaded = None if adapter is None else load_adapter(adapter, model)
+        usual = max(1, round(most / 3)) if loaded is None else loaded.config.layers
+        count = positive("layers", layers, most, usual)
+        if loaded is not None and count != usual:
+            raise ConfigError(
+                f"the exit adapter in {adapter} was trained after layer {usual}, not {count}: "
+                "leave 'layers' out"
+            )
+        tokens = None if loaded is None else loaded.tokens
+        self.part = Part(model, range(count), exit=loaded, tokens=tokens)
+
+    def propose(self, batch: Batch) -> Draft | None:
+        draft = SelfDraft(self.passes, self.part)
+        if self.guided:
+            return draft.grown(batch, self.grower)
+        draft.drawn(batch, self.count)
+        return None  # the dice hold the draft

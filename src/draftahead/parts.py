@@ -1,0 +1,115 @@
+"""A pass over some of a model's layers, with the model's own weights, cache, norm and head.
+
+A layer that is left out hands on what it is given. The list of layers stays whole: a shorter one
+would shift what each of them is, its kind of attention and its place in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftahead.errors import ConfigError
+from draftahead.runtime.cpu import CpuDecoder
+from draftahead.runtime.linear import Int8Linear, rows_of
+from draftahead.runtime.shape import Decoder, Scored
+from draftahead.support import text_config
+
+Exit = Callable[[Tensor], Tensor]  # states [..., H] on their way to the model's last norm
+
+
+class Part:
+    """Some layers of a model, the first one among them."""
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Seq[int],
+        *,
+        exit: Exit | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """`exit` changes the states behind the last layer. `tokens`: the only ones that the head is
+        asked about, where it is a plain linear layer; the others' logits are -inf."""
+        self._stack = _layers_of(model)
+        self.layers = tuple(sorted(set(layers)))
+        if not self.layers or self.layers[0] != 0 or self.layers[-1] >= len(self._stack):
+            raise ConfigError(
+                f"a part of {len(self._stack)} layers starts with layer 0, not {list(layers)}"
+            )
+        self.exit = exit
+        self.vocabulary = int(text_config(model).vocab_size)
+        self._whole_head: Any = model.get_output_embeddings()
+        self.tokens = tokens if type(self._whole_head) in (nn.Linear, Int8Linear) else None
+        self.head: Any = None if self.tokens is None else rows_of(self._whole_head, self.tokens)
+        self._kernels: tuple[Decoder | None, Decoder | None] = (None, None)
+        self._rest: tuple[Any, ...] | None = None  # of what a layer returns beside the states
+
+    def decoder(self, whole: Decoder | None) -> Decoder | None:
+        """A pass over this part by our kernels, where `whole` is one of all the model by them."""
+        if self._kernels[0] is not whole:
+            own = None
+            if isinstance(whole, CpuDecoder):
+                own = whole.part(self.layers, self.exit, self.head)
+            self._kernels = whole, own
+        return self._kernels[1]
+
+    def spread(self, found: Scored) -> Scored:
+        """Over the whole vocabulary."""
+        if self.tokens is None:
+            return found
+        ids = self.tokens.to(found.logits.device)
+        logits = found.logits.new_full((*found.logits.shape[:-1], self.vocabulary), -torch.inf)
+        logits[..., ids] = found.logits
+        best = found.best
+        if best is not None:
+            best = torch.where(best < 0, best, ids[best.clamp(min=0)])
+        return Scored(logits, best)
+
+    # ------------------------------------------------------------------ the model's own forward
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While entered, the model's forward is one of this part."""
+        self._rest = None
+        forwards = [
+            (layer, partial(self._run, i, layer.forward)) for i, layer in enumerate(self._stack)
+        ]
+        if self.head is not None:
+            forwards.append((self._whole_head, self.head))
+        before = [module.__dict__.get("forward") for module, _ in forwards]
+        try:
+            for module, forward in forwards:
+                module.__dict__["forward"] = forward
+            yield
+        finally:
+            for (module, _), forward in zip(forwards, before, strict=True):
+                module.__dict__.pop("forward", None)
+                if forward is not None:
+                    module.__dict__["forward"] = forward
+
+    def _run(self, index: int, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        states = args[0] if args else options["hidden_states"]
+        if index in self.layers:
+            found = forward(*args, **options)
+            if isinstance(found, tuple):
+                states, self._rest = found[0], found[1:]
+            else:
+                states = found
+        if self.exit is not None and index == len(self._stack) - 1:
+            states = self.exit(states)
+        return states if self._rest is None else (states, *self._rest)
+
+
+def _layers_of(model: Any) -> list[Any]:
+    count = int(text_config(model).num_hidden_layers)
+    for module in model.modules():  # the outermost first
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ConfigError(f"{type(model).__name__} has no list of {count} layers to take a part of")

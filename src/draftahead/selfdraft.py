@@ -1,0 +1,47 @@
+"""The target drafts for itself with some of its layers: the same weights, the same cache.
+
+The text's own keys are there already. What such a pass writes lies behind every row's length, where
+the pass that verifies writes again and nothing else looks: no draft can change the text.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftahead.growth import Grower, draw_chain, guess_chain
+from draftahead.parts import Part
+from draftahead.passes import CachedModel
+from draftahead.types import Batch, Draft
+
+
+class SelfDraft:
+    """Guesses by a part of the target, for one step."""
+
+    def __init__(self, passes: CachedModel, part: Part) -> None:
+        self._passes, self._part = passes, part
+        self._fed = 0  # nodes of a chain that the cache holds behind each row
+
+    def grown(self, batch: Batch, grower: Grower) -> Draft | None:
+        """Trees, as far as they pay, with claims."""
+        return grower.grow(batch, self._root(batch)[0], self._scored)
+
+    def drawn(self, batch: Batch, count: int) -> None:
+        """Chains of so many by the dice, which hold the draft."""
+        draw_chain(batch, min(count, max(batch.rooms)), *self._root(batch), self._feed)
+
+    def guessed(self, batch: Batch, count: int) -> Draft:
+        """Chains of so many, each token the likeliest."""
+        return guess_chain(batch, min(count, max(batch.rooms)), self._root(batch)[0], self._feed)
+
+    def _root(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        return self._feed(torch.tensor(batch.roots))
+
+    def _feed(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = self._passes.run(tokens[:, None], part=self._part, ahead=self._fed)
+        self._fed += 1
+        best = self._passes.best
+        return logits[:, 0], None if best is None else best[:, 0]
+
+    def _scored(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self._passes.run(tokens, parents=parents, part=self._part)

@@ -1,0 +1,240 @@
+"""The target drafts with a part of itself: early_exit and its adapter, layer_skip and its search."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zoo
+from draftahead import LLM, Sampling, errors
+from draftahead.drafters import layer_skip
+from draftahead.drafters.layer_skip import BUDGET, Search, promise
+from draftahead.heads.exit import ExitAdapter, load_adapter, new_adapter
+from test_runtime import shaped
+
+GREEDY = Sampling(temperature=0, max_tokens=40)
+WARM = Sampling(temperature=0.7, max_tokens=40, seed=11)
+
+
+def model_of(kernels: bool) -> Any:
+    return shaped("llama") if kernels else zoo.tiny("gemma2")
+
+
+def adapter_for(model: Any, folder: Path, tokens: list[int] | None = None) -> ExitAdapter:
+    """One that is not trained but does something."""
+    adapter = new_adapter(model, 2, rank=4, tokens=None if tokens is None else torch.tensor(tokens))
+    with torch.no_grad():
+        adapter.up.weight.normal_(generator=torch.Generator().manual_seed(0))
+    adapter.save(folder)
+    return adapter
+
+
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "forward"])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("number", [None, 5])
+@pytest.mark.parametrize(
+    "whole", [{"method": "early_exit", "layers": 3}, {"method": "layer_skip", "skip": []}]
+)
+def test_the_whole_model_accepts_all_of_its_own_guesses(
+    whole: dict[str, Any], number: int | None, sampling: Sampling, kernels: bool
+) -> None:
+    config = whole if number is None else {**whole, "num_speculative_tokens": number}
+    llm = LLM(model_of(kernels), config, max_batch=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outs = llm.generate(zoo.ragged_prompts(3), sampling)
+    for out in outs:
+        if number is None:  # of a tree all but one path is wrong; the next token is always there
+            assert out.stats.accepted_at[0] == out.stats.drafted_at[0] > 0
+            assert out.stats.mean_acceptance_length > 2
+        else:
+            assert out.stats.acceptance_rate > 0.99
+
+
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "forward"])
+@pytest.mark.parametrize("number", [None, 4])
+def test_an_adapter_changes_guesses_and_never_the_text(
+    kernels: bool, number: int | None, tmp_path: Path
+) -> None:
+    model, prompts = model_of(kernels), zoo.ragged_prompts(3)
+    plain = [out.token_ids for out in LLM(model, "none").generate(prompts, GREEDY)]
+    adapter_for(model, tmp_path, tokens=[7, 3, 50, 21])
+    config = {"method": "early_exit", "adapter": tmp_path, "num_speculative_tokens": number}
+    llm = LLM(model, config, max_batch=3)
+    drafter: Any = llm.engine.drafter
+    assert drafter.part.layers == (0, 1)
+    seen, real = set(), llm.engine._propose
+
+    def noted(batch: Any) -> Any:
+        found = real(batch)
+        for row, size in zip(found[1].rows, found[1].sizes, strict=True):
+            seen.update(row[1:size])
+        return found
+
+    llm.engine._propose = noted  # type: ignore[method-assign]
+    assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == plain
+    assert seen and seen <= {7, 3, 50, 21}
+
+
+def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = zoo.tiny("llama", dtype=torch.bfloat16)
+    saved = adapter_for(model, tmp_path / "new", tokens=[5, 9])
+    found = load_adapter(tmp_path / "new" / "model.safetensors", model)
+    assert found.config == saved.config and found.up.weight.dtype == torch.bfloat16
+    assert found.tokens is not None and found.tokens.tolist() == [5, 9]
+    states = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+    normed = torch.nn.functional.rms_norm(states, (32,), eps=saved.config.rms_norm_eps)
+    inner = torch.nn.functional.silu(normed @ saved.down.weight.T)
+    expected = states + inner @ saved.up.weight.T
+    assert torch.allclose(
+        load_adapter(tmp_path / "new", zoo.tiny("llama")).float()(states), expected
+    )
+    untrained = new_adapter(model, 1, rank=2)
+    assert torch.equal(untrained(states), states) and untrained.tokens is None
+
+
+def other_model(folder: Path) -> None:
+    adapter_for(shaped("llama"), folder)
+
+
+def too_deep(folder: Path) -> None:
+    _edit(folder, layers=30)
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def other_rank(folder: Path) -> None:
+    _edit(folder, rank=7)
+
+
+def foreign_tokens(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "tokens": torch.tensor([5, 97])}, folder / "model.safetensors")
+
+
+def _edit(folder: Path, **changes: Any) -> None:
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**said, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (other_model, "trained for another model"),
+        (too_deep, "leaves after 30 layers, and this model has 3"),
+        (truncated, "missing, damaged or not what"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "missing, damaged or not what"),
+        (lambda folder: (folder / "config.json").unlink(), "no exit adapter in"),
+        (lambda folder: (folder / "config.json").write_text("{"), "describes no exit adapter"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "describes no exit adapter"),
+        (lambda folder: _edit(folder, kind="eagle"), "describes no exit adapter"),
+        (lambda folder: _edit(folder, rank="many"), "describes no exit adapter"),
+        (lambda folder: _edit(folder, extra=1), "describes no exit adapter"),
+        (other_rank, "missing, damaged or not what"),
+        (foreign_tokens, "outside a vocabulary of 97"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(spoil: Any, says: str, tmp_path: Path) -> None:
+    adapter_for(zoo.tiny("llama"), tmp_path, tokens=[5, 9])
+    spoil(tmp_path)
+    with pytest.raises(errors.ConfigError, match=says):
+        LLM(zoo.tiny("llama"), {"method": "early_exit", "adapter": tmp_path})
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"method": "early_exit", "layers": 4}, "layers must be a whole number from 1 to 3"),
+        ({"method": "early_exit", "layers": 0}, "layers must be a whole number from 1 to 3"),
+        ({"method": "early_exit", "adapter": "nowhere"}, "no exit adapter in nowhere"),
+        ({"method": "layer_skip", "skip": [0]}, "list of layers from 1 to 2"),
+        ({"method": "layer_skip", "skip": [3]}, "list of layers from 1 to 2"),
+        ({"method": "layer_skip", "skip": "12"}, "list of layers from 1 to 2"),
+    ],
+)
+def test_options_that_cannot_be(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(errors.ConfigError, match=says):
+        LLM(zoo.tiny("llama"), config)
+
+
+def test_an_adapter_belongs_to_its_layer(tmp_path: Path) -> None:
+    adapter_for(zoo.tiny("llama"), tmp_path)
+    with pytest.raises(errors.ConfigError, match="trained after layer 2, not 1"):
+        LLM(zoo.tiny("llama"), {"method": "early_exit", "adapter": tmp_path, "layers": 1})
+
+
+# ------------------------------------------------------------------------------------ the search
+
+
+def with_idle_layers(idle: tuple[int, ...], layers: int = 6) -> Any:
+    """A model some of whose layers do nothing at all."""
+    model = zoo.tiny("llama", dtype=torch.float32)
+    config = model.config
+    config.num_hidden_layers = layers
+    torch.manual_seed(0)
+    model = type(model)(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, 0.3)
+        if any(f"layers.{i}." in name for i in idle) and ("o_proj" in name or "down" in name):
+            parameter.zero_()
+    return model
+
+
+def test_the_search_finds_the_layers_that_do_nothing() -> None:
+    model = with_idle_layers((2, 4))
+    text = zoo.ragged_prompts(4)[3] * 3
+    search = Search(model, text)
+    assert search.agreement(()) == pytest.approx(1, abs=1e-4)
+    assert search.agreement((2, 4)) == pytest.approx(1, abs=1e-4)
+    assert search.agreement((1,)) < 0.9
+    assert search.skip() == (2, 4)
+    assert search.tried <= BUDGET + 3
+
+
+def test_the_search_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search(zoo.tiny("llama"), list(range(1, 60)))
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(search, "layers", 126)
+    monkeypatch.setattr(search, "agreement", lambda skip: asked.append(tuple(skip)) or 0.5)
+    search.skip()
+    assert len(asked) <= BUDGET
+    assert {layer for skip in asked for layer in skip} == set(range(1, 126))
+
+
+def test_the_search_waits_for_a_text_and_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = with_idle_layers((2, 4)), []
+
+    class Noted(Search):
+        def __init__(self, model: Any, text: Any) -> None:
+            made.append(len(text))
+            super().__init__(model, text)
+
+    monkeypatch.setattr(layer_skip, "Search", Noted)
+    llm = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 3})
+    short = llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=20))[0]
+    assert not made and short.stats.drafted == 0
+    prompt = zoo.ragged_prompts(4)[3] * 3
+    out = llm.generate([prompt], GREEDY)[0]
+    assert made == [len(prompt)] and out.stats.acceptance_rate > 0.99
+    again = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 3})
+    assert again.generate([prompt], GREEDY)[0].stats.acceptance_rate > 0.99 and len(made) == 1
+    drafter: Any = again.engine.drafter
+    assert drafter.reasons() == ["layers that it drafts without: 2, 4"]
+
+
+def test_what_a_part_promises() -> None:
+    assert promise(1.0, 1.0) == pytest.approx(1)  # the whole model for itself
+    assert promise(0.5, 0.5) == pytest.approx(1)  # one guess: 1.5 tokens in 1.5 passes
+    assert promise(1.0, 0.0) == pytest.approx(9)
