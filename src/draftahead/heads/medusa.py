@@ -86,14 +86,6 @@ class MedusaHeads(nn.Module):
         assert output is not None
         return output(found)  # type: ignore[no-any-return]
 
-    def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Over the target's vocabulary; what the draft vocabulary lacks is never said."""
-        if self.tokens is None:
-            return logits[..., :vocabulary]
-        whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
-        whole[..., self.tokens] = logits
-        return whole
-
     def output_for(self, model: Any) -> Any:
         """The target's own head, or its rows for the draft vocabulary; None if not needed."""
         if self.lm_heads:
