@@ -110,12 +110,14 @@ def test_published_files_give_what_medusas_code_gives(
 
 
 def test_a_whole_models_file_and_vllms_names(tmp_path: Path, target: Any) -> None:
+    for outputs in (True, False):
+        tensors = published(outputs=outputs)
+        whole = prefixed("medusa_head.", tensors)
+        whole["model.norm.weight"] = torch.ones(HIDDEN)
+        whole["lm_head.weight"] = torch.ones(zoo.VOCABULARY, HIDDEN)
+        save_file(whole, tmp_path / "model.safetensors")
+        same_heads(load_heads(tmp_path, target), tensors, target)
     tensors = published()
-    whole = prefixed("medusa_head.", tensors)
-    whole["model.norm.weight"] = torch.ones(HIDDEN)
-    whole["lm_head.weight"] = torch.ones(zoo.VOCABULARY, HIDDEN)
-    save_file(whole, tmp_path / "model.safetensors")
-    same_heads(load_heads(tmp_path, target), tensors, target)
     save_file(as_vllm(tensors, 1), tmp_path / "model.safetensors")
     same_heads(load_heads(tmp_path, target), tensors, target)
     # Blocks without a bias, one matrix for all heads, and a map that shortens it.
@@ -341,8 +343,9 @@ def orbit(dtype: torch.dtype) -> tuple[Any, MedusaHeads]:
     model.lm_head.weight.copy_(5 * step[:TOKENS])
     heads = MedusaHeads(WIDTH, HEADS)
     with torch.no_grad():
-        for index, blocks in enumerate(heads.blocks):
-            blocks[0].weight.copy_(3 * torch.linalg.matrix_power(step, index + 1))
+        for index in range(HEADS):
+            weight = heads.parts()[f"{index}.0.linear.weight"]
+            weight.copy_(3 * torch.linalg.matrix_power(step, index + 1))
     return model, heads
 
 

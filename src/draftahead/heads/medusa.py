@@ -50,31 +50,31 @@ class MedusaHeads(nn.Module):
         choices: Seq[Branch] = (),
     ) -> None:
         super().__init__()
-        self.hidden, self.layers = hidden, layers
+        self.hidden, self.heads, self.layers = hidden, heads, layers
         self.choices = tuple(choices)  # a tree that was found to be good; none: no such tree
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers)) for _ in range(heads)
+        # All heads see the same state first: one product for all of them.
+        self.first = nn.Linear(hidden, heads * hidden)
+        self.deeper = nn.ModuleList(
+            nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(heads))
+            for _ in range(layers - 1)
         )
         self.lm_heads = nn.ModuleList(nn.Linear(hidden, rows, bias=False) for rows in outputs)
         self.tokens: Tensor | None
         self.register_buffer("tokens", tokens)
-        for block in self.blocks.modules():
-            if isinstance(block, nn.Linear):  # a new head says what the target says
-                nn.init.zeros_(block.weight)
-                nn.init.zeros_(block.bias)
+        for parameter in (*self.first.parameters(), *self.deeper.parameters()):
+            nn.init.zeros_(parameter)  # a new head says what the target says
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return self.heads
 
     def forward(self, states: Tensor) -> Tensor:
         """The target's last states [..., H] -> what its head would see, [..., K, H]."""
-        found = []
-        for blocks in self.blocks:
-            x = states
-            for block in blocks:  # type: ignore[attr-defined]
-                x = x + F.silu(block(x))
-            found.append(x)
-        return torch.stack(found, -2)
+        shape = (*states.shape[:-1], self.heads, self.hidden)
+        x = states[..., None, :] + F.silu(self.first(states).view(shape))
+        for blocks in self.deeper:
+            each = zip(blocks, x.unbind(-2), strict=True)  # type: ignore[call-overload]
+            x = x + F.silu(torch.stack([block(one) for block, one in each], -2))
+        return x
 
     def logits(self, states: Tensor, head: nn.Module | None) -> Tensor:
         """Over the draft vocabulary, [..., K, D]. `head`: see `output_for`."""
@@ -85,6 +85,20 @@ class MedusaHeads(nn.Module):
         output = self.lm_heads[0] if self.lm_heads else head
         assert output is not None
         return output(found)  # type: ignore[no-any-return]
+
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors by their published names, outputs by vLLM's: views, to read or to fill."""
+        found = {}
+        for head in range(self.heads):
+            own = slice(head * self.hidden, (head + 1) * self.hidden)
+            for kind in ("weight", "bias"):
+                found[f"{head}.0.linear.{kind}"] = getattr(self.first, kind).detach()[own]
+                for layer, blocks in enumerate(self.deeper, start=1):
+                    block = blocks[head]  # type: ignore[index]
+                    found[f"{head}.{layer}.linear.{kind}"] = getattr(block, kind).detach()
+        for name, weight in self.lm_heads.named_parameters():
+            found[f"lm_heads.{name}"] = weight.detach()
+        return found | ({} if self.tokens is None else {"token_map": self.tokens})
 
     def output_for(self, model: Any) -> Any:
         """The target's own head, or its rows for the draft vocabulary; None if not needed."""
@@ -154,14 +168,14 @@ def checked_tree(name: str, tree: Any, heads: int) -> list[Branch]:
 # --------------------------------------------------------------------------------- the files
 
 PREFIX = re.compile(r"medusa_heads?\.")
-# Published names, and vLLM's -> ours.
+# Published names, and vLLM's -> those of `MedusaHeads.parts`.
 NAMES = {
-    re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)"): r"blocks.\1.\2.\3",
-    re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"): r"blocks.\1.\2.\3",
+    re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)"): r"\1.\2.linear.\3",
+    re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"): r"\1.\2.linear.\3",
     re.compile(r"(\d+)\.\d+\.weight"): r"lm_heads.\1.weight",
     re.compile(r"lm_heads\.(\d+)\.weight"): r"lm_heads.\1.weight",
     re.compile(r"lm_head\.weight"): r"lm_heads.0.weight",
-    re.compile(r"token_map"): "tokens",
+    re.compile(r"token_map"): "token_map",
 }
 
 
@@ -169,21 +183,22 @@ def load_heads(source: str | Path, model: Any) -> MedusaHeads:
     """Heads from a folder, a file or a hub id, for a target, on its device and in its dtype."""
     file = located(source, FILES)
     tensors = {_name(name): held for name, held in tensors_in(file, _of_heads).items()}
-    numbers = [name.split(".") for name in tensors if name.startswith("blocks.")]
+    numbers = [name.split(".") for name in tensors if ".linear." in name]
     if not numbers:
         raise ConfigError(f"{file} holds no Medusa heads")
     # The file is what counts: published configurations name fewer heads than there are.
-    heads = 1 + max(int(part[1]) for part in numbers)
-    layers = 1 + max(int(part[2]) for part in numbers)
+    heads = 1 + max(int(part[0]) for part in numbers)
+    layers = 1 + max(int(part[1]) for part in numbers)
     rows = [held.shape[0] for name, held in tensors.items() if name.startswith("lm_heads.")]
     if len(rows) not in (0, 1, heads):
         raise ConfigError(f"{file} has {heads} heads and {len(rows)} output matrices")
     text = text_config(model)
     hidden, vocabulary = int(text.hidden_size), int(text.vocab_size)
     _shorten(tensors, rows)
-    tokens = tensors.get("tokens")
+    tokens = tensors.get("token_map")
     found = MedusaHeads(hidden, heads, layers=layers, outputs=rows, tokens=tokens).to(model.dtype)
-    for name, expected in found.state_dict().items():
+    parts = found.parts()
+    for name, expected in parts.items():
         if name.endswith(".bias"):
             tensors.setdefault(name, expected)  # of blocks without one
         if name not in tensors:
@@ -199,7 +214,8 @@ def load_heads(source: str | Path, model: Any) -> MedusaHeads:
         raise ConfigError(f"{file} holds heads for {rows[0]} tokens, and the target has {size}")
     if tokens is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise ConfigError(f"{file} maps to tokens outside the target's vocabulary of {vocabulary}")
-    found.load_state_dict(tensors)
+    for name, part in parts.items():
+        part.copy_(tensors[name])
     choices = config_beside(file).get("medusa_choices")
     if choices is not None:
         found.choices = tuple(checked_tree("medusa_choices", choices, heads))
@@ -226,7 +242,7 @@ def _name(name: str) -> str:
 
 def _shorten(tensors: dict[str, Tensor], rows: list[int]) -> None:
     """One matrix of all tokens beside a map: its rows for the draft vocabulary, as vLLM does."""
-    tokens = tensors.get("tokens")
+    tokens = tensors.get("token_map")
     if tokens is not None and len(rows) == 1 and rows[0] > len(tokens):
         tensors["lm_heads.0.weight"] = tensors["lm_heads.0.weight"][tokens]
         rows[0] = len(tokens)
@@ -243,16 +259,11 @@ def save_heads(
     """Published names and a configuration that text-generation-inference and vLLM understand.
     `vocabulary`, `base`: the target's size and name. `head`: the output matrix that the heads share
     with it, for servers that want it in the file (vLLM); it is then read back as the heads' own."""
-    tensors: dict[str, Tensor] = {}
+    tensors = heads.parts()
     is_shared = len(heads.lm_heads) < len(heads)
-    for name, held in heads.state_dict().items():
-        kind, *at = name.split(".")
-        if kind == "blocks":
-            tensors[f"{at[0]}.{at[1]}.linear.{at[2]}"] = held
-        elif kind == "lm_heads":
-            tensors["lm_head.weight" if is_shared else f"{at[0]}.{heads.layers}.weight"] = held
-        else:
-            tensors["token_map"] = held
+    for index in range(len(heads.lm_heads)):
+        name = "lm_head.weight" if is_shared else f"{index}.{heads.layers}.weight"
+        tensors[name] = tensors.pop(f"lm_heads.{index}.weight")
     if head is not None:
         tensors["lm_head.weight"] = head.weight
     config: dict[str, Any] = {
