@@ -23,11 +23,12 @@ from draftahead.heads.medusa import (
     new_heads,
     save_heads,
 )
-from draftahead.runtime.linear import Int8Linear, rows_of
+from draftahead.runtime.linear import Int8Linear, quantize_model, rows_of
 from draftahead.sampling import DraftDice, spread
 from draftahead.text import TextTail
 from draftahead.types import Request, Sequence
 from drafted import random_heads
+from test_cli import folder, run  # noqa: F401  (a fixture)
 
 HIDDEN, HEADS = 32, 3
 GREEDY = Sampling(temperature=0, max_tokens=41)
@@ -375,6 +376,45 @@ def test_heads_that_know_are_believed(
     for out, length in zip(outs, [n for n in lengths for _ in range(2)], strict=True):
         assert out.stats.steps == 1 + (length - 1) // (1 + HEADS)
         assert out.stats.accepted_at == [out.stats.steps - 1] * HEADS
+
+
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("options", [{}, {"num_speculative_tokens": 3}], ids=["guided", "drawn"])
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "int8"])
+def test_a_draft_vocabulary_takes_rows_of_the_targets_head(
+    rounded: bool, options: dict[str, Any]
+) -> None:
+    model, heads = orbit(torch.float32)
+    if rounded:
+        quantize_model(model)
+    heads.tokens = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(4))[:-6]
+    out = LLM(model, {"method": "medusa", "model": heads, **options}).generate([1, 2], GREEDY)[0]
+    assert out.token_ids == LLM(model, "none").generate([1, 2], GREEDY)[0].token_ids
+    known = set(heads.tokens.tolist())
+    assert not known.issuperset(out.token_ids)  # what it lacks is said all the same
+    drafted = [token for token, flag in zip(out.token_ids, out.drafted, strict=True) if flag]
+    assert known.issuperset(drafted)
+    assert out.stats.mean_acceptance_length > 2.5
+
+
+def test_heads_from_the_command_line(
+    folder: str,  # noqa: F811
+    tmp_path: Path,
+    target: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save_heads(random_heads(target), tmp_path, vocabulary=zoo.VOCABULARY)
+    common = ("generate", "w5 w6", "--model", folder, "--max-tokens", "9", "--json")
+    medusa = ("--drafter", "medusa", "--draft-model", str(tmp_path), "-k", "2")
+    said = []
+    for extra in (("--drafter", "none"), medusa):
+        assert run(monkeypatch, *common, *extra) == 0
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["token_ids"] == said[1]["token_ids"]
+    assert said[1]["stats"]["drafted"] > 8
+    assert run(monkeypatch, *common, "--drafter", "medusa") == 1
+    assert "needs 'model'" in capsys.readouterr().err
 
 
 def test_a_conversation_goes_on_from_what_it_holds() -> None:
