@@ -1,4 +1,4 @@
-"""The target drafts with a part of itself: early_exit and its adapter, layer_skip and its search."""
+"""The target drafts with a part of itself: early_exit and its adapter, layer_skip."""
 
 from __future__ import annotations
 
