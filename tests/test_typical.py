@@ -85,6 +85,13 @@ def test_the_rule_is_medusas(setting: str) -> None:
     assert unlike_the_draw  # it is another rule
 
 
+def test_the_floor_falls_with_doubt_and_is_never_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    laws = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4])
+    torch.testing.assert_close(verify.typical_floor(laws), 0.09 / torch.tensor([1.0, 2, 4]))
+    monkeypatch.setattr(verify, "DELTA", 1.0)
+    torch.testing.assert_close(verify.typical_floor(laws), torch.tensor([0.3, 0.3, 0.25]))
+
+
 def test_greedy_texts_stay_exact(target: Any) -> None:
     """A law that is sure of one token has one typical token."""
     prompts = zoo.ragged_prompts(3)

@@ -23,7 +23,7 @@ from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError
 from draftahead.heads.medusa import Branch, MedusaHeads, checked_tree, likeliest_tree, load_heads
 from draftahead.runtime.linear import SmallRowLinears
-from draftahead.sampling import placed
+from draftahead.sampling import placed, spread
 from draftahead.support import text_config
 from draftahead.types import Batch, Draft
 
@@ -75,18 +75,20 @@ class Medusa(Drafter):
             return self._branch(batch, logits, rooms)
         going = None if all(rooms) else torch.tensor([room > 0 for room in rooms])
         for index in range(min(self.count, max(rooms))):
-            batch.dice.draw(logits[:, index], going)
+            said = logits[:, index]
+            if self.heads.tokens is not None:
+                said = spread(said, self.heads.tokens, self.target.vocabulary)
+            batch.dice.draw(said, going)
         return None  # the dice hold the draft
 
     def _logits(self, batch: Batch) -> Tensor:
-        """What each head says for each text, over the target's vocabulary: [B, K, V]."""
+        """What each head says for each text, over the draft vocabulary: [B, K, D]."""
         lengths = [len(sequence.tokens) for sequence in batch.sequences]
         before = [[max(0, length - 2)] for length in lengths]
         slots = placed(before, torch.int64, self._rows.device)
         states = self.target.states(self.depths, self._rows[: len(slots)], slots)[:, 0, 0]
         with self._linears:
-            logits = self.heads.logits(states, self.head)
-        return self.heads.spread(logits, self.target.vocabulary)
+            return self.heads.logits(states, self.head)[..., : self.target.vocabulary]
 
     def _branch(self, batch: Batch, logits: Tensor, rooms: list[int]) -> Draft | None:
         """Trees of the heads' best candidates; reads back once."""
@@ -96,10 +98,12 @@ class Medusa(Drafter):
         # Penalties look at the guesses before: taken to be each head's best.
         said = [[0] * depth] * len(rooms)
         if any(sequence.has_processors for sequence in batch.sequences):
-            said = logits.argmax(-1).tolist()
+            best = logits.argmax(-1)
+            said = (best if self.heads.tokens is None else self.heads.tokens[best]).tolist()
         paths = [tuple(said[row][:index]) for row, index in at]
         seen = logits[rows, [index for _, index in at]]
-        weights, tokens = batch.dice.outlook(seen, rows, paths, self.candidates)
+        draft_tokens = self.heads.tokens
+        weights, tokens = batch.dice.outlook(seen, rows, paths, self.candidates, draft_tokens)
         both = torch.stack([weights, tokens.to(weights)], 1).tolist()
         found = dict(zip(at, both, strict=True))
         trees: list[list[tuple[int, int]]] = []

@@ -86,14 +86,6 @@ class MedusaHeads(nn.Module):
         assert output is not None
         return output(found)  # type: ignore[no-any-return]
 
-    def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Over the target's vocabulary; what the draft vocabulary lacks is never said."""
-        if self.tokens is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
-        whole[..., self.tokens] = logits
-        return whole
-
     def output_for(self, model: Any) -> Any:
         """The target's own head, or its rows for the draft vocabulary; None if not needed."""
         if self.lm_heads:
@@ -202,9 +194,8 @@ def load_heads(source: str | Path, model: Any) -> MedusaHeads:
                 f"would be {list(expected.shape)} for this target, whose hidden size is {hidden}"
             )
     size = len(tokens) if tokens is not None else vocabulary
-    if any(
-        abs(count - size) >= PADDING or (tokens is not None and count != size) for count in rows
-    ):
+    slack = PADDING if tokens is None else 1
+    if any(abs(count - size) >= slack for count in rows):
         raise ConfigError(f"{file} holds heads for {rows[0]} tokens, and the target has {size}")
     if tokens is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise ConfigError(f"{file} maps to tokens outside the target's vocabulary of {vocabulary}")
