@@ -152,8 +152,9 @@ class Training:
         notes = Console(stderr=True)
         size = sum(weight.numel() for weight in task.module.parameters() if weight.requires_grad)
         notes.print(
-            f"{material.texts.learnt} tokens to learn in {len(material.texts)} texts, {len(blocks)} "
-            f"blocks; {len(material.held_out)} texts to test on; {size / 1e6:.1f}M weights",
+            f"{material.texts.learnt} tokens to learn in {len(material.texts)} texts "
+            f"({len(blocks)} blocks), {len(material.held_out)} texts to test on; "
+            f"{size / 1e6:.1f}M weights",
             highlight=False,
         )
         history = trained(
@@ -228,3 +229,57 @@ def eagle(
         head, material.model, apart, depth=depth, fade=fade, train_vocabulary=train_vocabulary
     )
     training.run(material, task, depths)
+
+
+@trains
+def medusa(
+    training: Training,
+    heads: Annotated[int, typer.Option(help="Heads: how many tokens ahead.")] = 4,
+    layers: Annotated[int, typer.Option(help="Residual blocks of a head.")] = 1,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Tokens that they can say; unset: all.")
+    ] = None,
+    fade: Annotated[float, typer.Option(help="What a head counts of the one before.")] = 0.8,
+) -> None:
+    """Train Medusa heads, and find the best tree of their guesses."""
+    from draftahead.heads.medusa import new_heads
+    from draftahead.train.eagle import draft_vocabulary
+    from draftahead.train.medusa import MedusaTask
+
+    material = training.material()
+    text = material.model.config.get_text_config(decoder=True)
+    spoken = None
+    if vocabulary is not None:
+        spoken = draft_vocabulary(material.texts, vocabulary, int(text.vocab_size))
+        spoken = spoken.to(material.model.device)
+    made = new_heads(material.model, heads, layers=layers, tokens=spoken)
+    depths = (1,)  # of no use to them: the last state is always there
+    apart = training.apart(material, depths)
+    task = MedusaTask(made, material.model, apart, fade=fade, name=training.model)
+    training.run(material, task, depths)
+
+
+@trains
+def exit(
+    training: Training,
+    layer: Annotated[int, typer.Option(help="The exit: after so many layers.")],
+    rank: Annotated[int, typer.Option(help="Of the adapter.")] = 256,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Tokens that it can say; unset: all.")
+    ] = None,
+    depth: Annotated[int, typer.Option(help="Guesses of a chain, in evaluations.")] = 4,
+) -> None:
+    """Train an adapter that makes the target's first layers draft well."""
+    from draftahead.heads.exit import new_adapter
+    from draftahead.train.eagle import draft_vocabulary
+    from draftahead.train.exit import ExitTask
+
+    material = training.material()
+    text = material.model.config.get_text_config(decoder=True)
+    spoken = None
+    if vocabulary is not None:
+        spoken = draft_vocabulary(material.texts, vocabulary, int(text.vocab_size))
+    adapter = new_adapter(material.model, layer, rank=rank, tokens=spoken)
+    apart = training.apart(material, (layer,))
+    task = ExitTask(adapter, material.model, apart, depth=depth)
+    training.run(material, task, (layer,))

@@ -68,13 +68,13 @@ class MedusaHeads(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """The target's last states [..., H] -> what its head would see, [..., K, H]."""
-        found = []
-        for blocks in self.blocks:
-            x = states
-            for block in blocks:  # type: ignore[attr-defined]
-                x = x + F.silu(block(x))
-            found.append(x)
-        return torch.stack(found, -2)
+        return torch.stack([self.of(head, states) for head in range(len(self))], -2)
+
+    def of(self, head: int, states: Tensor) -> Tensor:
+        """The same for one of the heads, [..., H]."""
+        for block in self.blocks[head]:  # type: ignore[attr-defined]
+            states = states + F.silu(block(states))
+        return states
 
     def logits(self, states: Tensor, head: nn.Module | None) -> Tensor:
         """Over the draft vocabulary, [..., K, D]. `head`: see `output_for`."""
