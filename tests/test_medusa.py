@@ -17,7 +17,6 @@ import zoo
 from draftahead import LLM, Sampling, errors
 from draftahead.heads.medusa import (
     MedusaHeads,
-    hit_rates,
     likeliest_tree,
     load_heads,
     new_heads,
@@ -94,6 +93,8 @@ def same_heads(found: MedusaHeads, tensors: dict[str, torch.Tensor], target: Any
     x = torch.randn(5, HIDDEN, dtype=torch.float64)
     logits = found.logits(x, found.output_for(target))
     torch.testing.assert_close(logits, reference(tensors, x, target))
+    each = torch.stack([found.of(head, x) for head in range(HEADS)], 1)
+    torch.testing.assert_close(each, found(x))
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -291,13 +292,6 @@ def test_a_tree_ends_where_nothing_is_likely() -> None:
     assert likeliest_tree([[0.5, 0.0], [0.1]], 9) == [((0,), 0.5), ((0, 0), 0.05)]
     assert likeliest_tree([[0.5, 0.0], [0.1]], 9, least=0.06) == [((0,), 0.5)]
     assert likeliest_tree([], 9) == []
-
-
-def test_hit_rates_count_who_was_right() -> None:
-    logits = torch.tensor([[[3.0, 2, 1, 0]] * 2, [[0.0, 1, 2, 3]] * 2, [[0.0, 3, 1, 2]] * 2])
-    labels = torch.tensor([[0, 1], [2, -1], [1, 3]])
-    expected = torch.tensor([[2 / 3, 1 / 3], [0, 2 / 3]])
-    torch.testing.assert_close(torch.tensor(hit_rates(logits, labels, 2)), expected)
 
 
 # ------------------------------------------------------------------------------ the drafter

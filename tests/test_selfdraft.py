@@ -1,4 +1,4 @@
-"""The target drafts with a part of itself: early_exit and its adapter, layer_skip and its search."""
+"""The target drafts with a part of itself: early_exit and its adapter, layer_skip's search."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from draftahead import LLM, Sampling, errors
 from draftahead.drafters import layer_skip
 from draftahead.drafters.layer_skip import BUDGET, Search, promise
 from draftahead.heads.exit import ExitAdapter, load_adapter, new_adapter
+from draftahead.parts import Part
+from draftahead.passes import CachedModel
 from test_runtime import shaped
 
 GREEDY = Sampling(temperature=0, max_tokens=40)
@@ -192,46 +194,72 @@ def with_idle_layers(idle: tuple[int, ...], layers: int = 6) -> Any:
     return model
 
 
+def searching(model: Any) -> Search:
+    passes = CachedModel(model, max_batch=2, max_context=64, spare=32)
+    passes.prefill(1, zoo.ragged_prompts(4)[3])
+    return Search(passes, row=1, root=7)
+
+
+def skipping(model: Any, *layers: int) -> Part:
+    kept = [index for index in range(model.config.num_hidden_layers) if index not in layers]
+    return Part(model, kept)
+
+
 def test_the_search_finds_the_layers_that_do_nothing() -> None:
     model = with_idle_layers((2, 4))
-    text = zoo.ragged_prompts(4)[3] * 3
-    search = Search(model, text)
-    assert search.agreement(()) == pytest.approx(1, abs=1e-4)
-    assert search.agreement((2, 4)) == pytest.approx(1, abs=1e-4)
-    assert search.agreement((1,)) < 0.9
-    assert search.skip() == (2, 4)
-    assert search.tried <= BUDGET + 3
+    search = searching(model)
+    assert search.nodes[0, 1:].tolist() == zoo.reference(
+        model, [*zoo.ragged_prompts(4)[3], 7], search.nodes.shape[1] - 1
+    )
+    assert search.agreement(skipping(model)) == pytest.approx(1, abs=1e-4)
+    assert search.agreement(skipping(model, 2, 4)) == pytest.approx(1, abs=1e-4)
+    assert search.agreement(skipping(model, 1)) < 0.9
+    found = search.found()
+    assert found.skip == (2, 4)
+    assert found.promise == pytest.approx(promise(1.0, skipping(model, 2, 4).share), rel=1e-3)
+    assert [len(held) for held in search.passes.cache.contents] == [0, 19]
 
 
 def test_the_search_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = Search(zoo.tiny("llama"), list(range(1, 60)))
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(search, "layers", 126)
-    monkeypatch.setattr(search, "agreement", lambda skip: asked.append(tuple(skip)) or 0.5)
-    search.skip()
-    assert len(asked) <= BUDGET
-    assert {layer for skip in asked for layer in skip} == set(range(1, 126))
+    model = with_idle_layers((), layers=90)
+    search, tried = searching(model), list[Part]()
+    monkeypatch.setattr(search, "agreement", lambda part: tried.append(part) or 0.99)
+    search.found()
+    assert BUDGET / 2 < len(tried) <= BUDGET
+    left_out = {index for part in tried for index in range(90) if index not in part.layers}
+    assert left_out == set(range(1, 90))
 
 
 def test_the_search_waits_for_a_text_and_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, made = with_idle_layers((2, 4)), []
 
     class Noted(Search):
-        def __init__(self, model: Any, text: Any) -> None:
-            made.append(len(text))
-            super().__init__(model, text)
+        def __init__(self, passes: Any, row: int, root: int) -> None:
+            made.append((row, root))
+            super().__init__(passes, row, root)
 
     monkeypatch.setattr(layer_skip, "Search", Noted)
-    llm = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 3})
+    llm = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 3}, max_batch=2)
     short = llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=20))[0]
     assert not made and short.stats.drafted == 0
     prompt = zoo.ragged_prompts(4)[3] * 3
-    out = llm.generate([prompt], GREEDY)[0]
-    assert made == [len(prompt)] and out.stats.acceptance_rate > 0.99
+    out = llm.generate([[1, 2, 3], prompt], GREEDY)[1]
+    assert made == [(1, prompt[-1])] and out.stats.acceptance_rate > 0.99
     again = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 3})
     assert again.generate([prompt], GREEDY)[0].stats.acceptance_rate > 0.99 and len(made) == 1
     drafter: Any = again.engine.drafter
-    assert drafter.reasons() == ["layers that it drafts without: 2, 4"]
+    assert drafter.reasons() == ["layers to draft without: 2, 4"]
+
+
+def test_where_nothing_promises_to_pay_it_stays_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_skip, "promise", lambda agreement, share: 0.9 * agreement)
+    model, prompt = with_idle_layers(()), zoo.ragged_prompts(4)[3] * 3
+    llm = LLM(model, "layer_skip")
+    assert llm.generate([prompt], GREEDY)[0].stats.drafted == 0
+    drafter: Any = llm.engine.drafter
+    assert "does not promise to pay" in drafter.reasons()[0]
+    asked = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 2})
+    assert asked.generate([prompt], GREEDY)[0].stats.drafted > 0
 
 
 def test_what_a_part_promises() -> None:

@@ -51,6 +51,13 @@ class Part:
         self._kernels: tuple[Decoder | None, Decoder | None] = (None, None)
         self._rest: tuple[Any, ...] | None = None  # of what a layer returns beside the states
 
+    @property
+    def share(self) -> float:
+        """Of the weights that a pass over the whole model reads, those that one over this reads."""
+        sizes = [_size(layer) for layer in self._stack]
+        own = sum(sizes[index] for index in self.layers) + _size(self.head or self._whole_head)
+        return own / (sum(sizes) + _size(self._whole_head))
+
     def decoder(self, whole: Decoder | None) -> Decoder | None:
         """A pass over this part by our kernels, where `whole` is one of all the model by them."""
         if self._kernels[0] is not whole:
@@ -105,6 +112,10 @@ class Part:
         if self.exit is not None and index == len(self._stack) - 1:
             states = self.exit(states)
         return states if self._rest is None else (states, *self._rest)
+
+
+def _size(module: Any) -> int:
+    return sum(tensor.numel() for tensor in [*module.parameters(), *module.buffers()])
 
 
 def _layers_of(model: Any) -> list[Any]:

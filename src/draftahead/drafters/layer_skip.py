@@ -1,9 +1,9 @@
 """The target drafts without some of its layers (Zhang et al., arXiv 2309.08168).
 
-Which ones it can spare is searched for on the first text that is long enough, without training
-(after SWIFT, Xia et al., arXiv 2410.06916): by how much of its law is left without each of them,
-and without the most dispensable of them together. The search takes a bounded number of short passes
-with a cache of its own, once for a model.
+Which ones it can spare is searched for once a model, without training, on the first text that is
+long enough (after SWIFT, Xia et al., arXiv 2410.06916): by how much of the target's law is left
+without each of them, and without the most dispensable of them together. Where no choice promises
+to pay, it stays silent, unless it is asked for a number of guesses.
 
 The layers that are kept read the target's own keys. Guesses are the likeliest tokens and never
 drawn: what a text turns out to be must not depend on whether the search was before it.
@@ -12,7 +12,7 @@ drawn: what a text turns out to be must not depend on whether the search was bef
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,12 +27,19 @@ from draftahead.selfdraft import SelfDraft
 from draftahead.support import text_config
 from draftahead.types import Batch, Draft
 
-ENOUGH = 48  # tokens of a text that the search can go by
-LONGEST = 256  # of which it reads no more than so many
-PLACES, STRETCH = 4, 6  # where in it guesses are compared, and how many tokens from there on
-BUDGET = 64  # passes
+ENOUGH = 48  # tokens of a text that a search can go by
+STRETCH = 12  # tokens that the target says next, which parts of it are compared on
+BUDGET = 40  # parts that are tried
 
-_FOUND: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # model -> layers to skip
+
+class Found(NamedTuple):
+    """What a search came to."""
+
+    skip: tuple[int, ...]
+    promise: float  # tokens in the time of a plain pass
+
+
+_FOUND: WeakKeyDictionary[Any, Found] = WeakKeyDictionary()  # by model
 
 
 @register("layer_skip")
@@ -49,11 +56,9 @@ class LayerSkip(Drafter):
         self.grower = Grower(self.count)
         self.passes = setting.own_passes("layer_skip")
         self.layers = int(text_config(self.passes.model).num_hidden_layers)
-        self.skip: tuple[int, ...] | None = None
-        self.part: Part | None = None
-        found = _FOUND.get(self.passes.model) if skip is None else self._checked(skip)
-        if found is not None:
-            self._take(found)
+        self.skip = None if skip is None else self._checked(skip)
+        self.part = None if self.skip is None else _without(self.passes.model, self.skip)
+        self.pays = True  # as far as is known
 
     def _checked(self, skip: Any) -> tuple[int, ...]:
         most = self.layers - 1
@@ -64,67 +69,78 @@ class LayerSkip(Drafter):
             )
         return tuple(sorted(set(skip)))
 
-    def _take(self, skip: tuple[int, ...]) -> None:
-        self.skip, self.part = skip, Part(self.passes.model, _without(self.layers, skip))
-
     def propose(self, batch: Batch) -> Draft | None:
         if self.part is None:
-            text = max((sequence.tokens for sequence in batch.sequences), key=len)
-            if len(text) < ENOUGH:
-                return None
-            model = self.passes.model
-            _FOUND[model] = Search(model, text[:LONGEST]).skip()
-            self._take(_FOUND[model])
-        assert self.part is not None
+            self._search(batch)
+        if self.part is None or not self.pays:
+            return None
         draft = SelfDraft(self.passes, self.part)
         if self.guided:
             return draft.grown(batch, self.grower)
         return draft.guessed(batch, self.count)
 
+    def _search(self, batch: Batch) -> None:
+        model, lengths = self.passes.model, [len(sequence.tokens) for sequence in batch.sequences]
+        row = lengths.index(max(lengths))
+        if model not in _FOUND and lengths[row] >= ENOUGH:
+            _FOUND[model] = Search(self.passes, row, batch.roots[row]).found()
+        if found := _FOUND.get(model):
+            self.skip, self.part = found.skip, _without(model, found.skip)
+            self.pays = found.promise > 1 or not self.guided
+
     def reasons(self) -> list[str]:
         """What it leaves out, for whoever asks."""
-        said = "not known yet" if self.skip is None else ", ".join(map(str, self.skip)) or "none"
-        return [f"layers that it drafts without: {said}"]
+        if self.skip is None:
+            return [f"no text has had {ENOUGH} tokens yet to choose layers by"]
+        which = f"layers to draft without: {', '.join(map(str, self.skip)) or 'none'}"
+        return [which if self.pays else f"{which}; but that does not promise to pay"]
 
 
 class Search:
-    """How much of a model's law some of its layers can spare, on one text."""
+    """How much of the target's law parts of it keep, over what it says next in one row. Like any
+    draft this takes place behind the row's length, and leaves nothing there that counts."""
 
-    def __init__(self, model: Any, text: Seq[int]) -> None:
-        self.model, self.layers = model, int(text_config(model).num_hidden_layers)
-        self.passes = CachedModel(model, max_batch=PLACES, max_context=len(text), spare=STRETCH)
-        last = len(text) - STRETCH
-        starts = [last - place * last // (2 * PLACES) for place in range(PLACES)]
-        self.passes.prefill(0, text[:last])
-        for row, start in enumerate(starts):
-            self.passes.cache.copy_row(0, row)
-            del self.passes.cache.contents[row][start:]
-        self.nodes = torch.tensor([list(text[start : start + STRETCH]) for start in starts])
-        self.law = self._law(None)
+    def __init__(self, passes: CachedModel, row: int, root: int) -> None:
+        self.passes, self.row = passes, row
+        self.layers = int(text_config(passes.model).num_hidden_layers)
+        whole, said = _without(passes.model, ()), [root]
+        for ahead in range(STRETCH - 1):
+            last = torch.tensor([said[-1:]])
+            logits = passes.run(last, first=row, part=whole, ahead=ahead)
+            said.append(int(logits[0, 0].argmax()))
+        self.nodes = torch.tensor([said])
+        self.law = self._law(whole)
         self.tried = 0
 
-    def _law(self, part: Part | None) -> Tensor:
-        return self.passes.run(self.nodes, part=part).float().softmax(-1)
+    def _law(self, part: Part) -> Tensor:
+        return self.passes.run(self.nodes, first=self.row, part=part).float().softmax(-1)
 
-    def agreement(self, skip: Seq[int]) -> float:
-        """What the law without these layers has in common with the whole one, from 0 to 1."""
+    def agreement(self, part: Part) -> float:
+        """From 0 to 1: how often a part has the same best token, and how much of the law in common;
+        the one is what counts, the other tells near misses apart."""
         self.tried += 1
-        law = self._law(Part(self.model, _without(self.layers, skip)))
-        return float(torch.minimum(law, self.law).sum(-1).mean().nan_to_num(0.0))
+        law = self._law(part)
+        same = (law.argmax(-1) == self.law.argmax(-1)).float().mean()
+        common = torch.minimum(law, self.law).sum(-1).mean()
+        return float((same + common).nan_to_num(0.0)) / 2
 
-    def skip(self) -> tuple[int, ...]:
+    def found(self) -> Found:
         """The layers without which drafting promises the most."""
-        size = max(1, -(-2 * (self.layers - 1) // BUDGET))  # layers that are tried together
-        rest = list(range(1, self.layers))
+        model, rest = self.passes.model, list(range(1, self.layers))
+        size = max(1, -(-2 * len(rest) // BUDGET))  # layers that are tried together
         groups = [tuple(rest[at : at + size]) for at in range(0, len(rest), size)]
-        ranked = sorted(groups, key=self.agreement, reverse=True)
-        best, most, skipped = tuple[int, ...](), 0.0, tuple[int, ...]()
-        for group in ranked:
+        alone = {group: self.agreement(_without(model, group)) for group in groups}
+        best, skipped = Found((), 0.0), tuple[int, ...]()
+        least = _without(model, rest).share
+        for group in sorted(groups, key=lambda group: -alone[group]):
             skipped = tuple(sorted((*skipped, *group)))
-            share = 1 - len(skipped) / self.layers
-            promised = promise(self.agreement(skipped), share)
-            if promised > most:
-                best, most = skipped, promised
+            part = _without(model, skipped)
+            agreement = self.agreement(part)
+            best = max(
+                best, Found(skipped, promise(agreement, part.share)), key=lambda f: f.promise
+            )
+            if promise(agreement, least) <= best.promise:
+                break  # without more layers it will hardly agree more
         return best
 
 
@@ -138,5 +154,6 @@ def promise(agreement: float, share: float) -> float:
     return max(rates)
 
 
-def _without(layers: int, skip: Seq[int]) -> list[int]:
-    return [index for index in range(layers) if index not in skip]
+def _without(model: Any, skip: Seq[int]) -> Part:
+    layers = range(int(text_config(model).num_hidden_layers))
+    return Part(model, [index for index in layers if index not in skip])

@@ -13,26 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from draftahead.errors import ConfigError, HeadMismatchError
 from draftahead.heads.eagle import EagleConfig, EagleHead
+from draftahead.heads.files import config_beside, located, tensors_in
+from draftahead.runtime.linear import rows_of
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # Of the target, or computed from the configuration.
-IGNORED = ("verifier_", "rotary", "t2d", "layers.0.rotary", "midlayer.rotary")
+IGNORED = ("verifier_", "rotary", "t2d", "midlayer.self_attn.rotary", "layers.0.self_attn.rotary")
 
 
-def load(folder: Path, model: Any) -> EagleHead:
+def load(source: str | Path, model: Any) -> EagleHead:
     """A head for this target, in its dtype and on its device."""
+    file = located(source, WEIGHTS)
+    folder = file.parent
     config, said = _read_config(folder, model)
+    held = tensors_in(file, lambda names: [n for n in names if not n.startswith(IGNORED)])
     weights = {
         name.removeprefix("model.").replace("midlayer.", "layers.0."): value
-        for name, value in read_weights(folder).items()
-        if not name.startswith(IGNORED)
+        for name, value in held.items()
     }
     offsets = weights.pop("d2t", None)
     head = EagleHead(config, own_embedding="embed_tokens.weight" in weights)
@@ -46,16 +49,19 @@ def load(folder: Path, model: Any) -> EagleHead:
         weights["tokens"] = torch.arange(config.draft_vocabulary)
     if not 0 <= int(weights["tokens"].min()) <= int(weights["tokens"].max()) < said:
         raise ConfigError(f"{folder}: d2t points outside the vocabulary of {said}")
-    if "lm_head.weight" not in weights:
-        rows = model.get_output_embeddings().weight.detach()
-        weights["lm_head.weight"] = rows[weights["tokens"].to(rows.device)].cpu()
+    shares_rows = "lm_head.weight" not in weights
+    if shares_rows:
+        weights["lm_head.weight"] = head.lm_head.weight
     _fill(head, weights, folder)
-    return head.to(device=model.device, dtype=model.dtype).eval()
+    head = head.to(device=model.device, dtype=model.dtype).eval()
+    if shares_rows:
+        head.lm_head = rows_of(model.get_output_embeddings(), head.tokens)
+    return head
 
 
 def _read_config(folder: Path, model: Any) -> tuple[EagleConfig, int]:
     """The configuration, and the vocabulary of the target it says it is for."""
-    said = read_json(folder / "config.json")
+    said = config_beside(folder / WEIGHTS[0])
     target = model.config.get_text_config(decoder=True)
     layers = int(target.num_hidden_layers)
     is_ours = "speculators_model_type" in said or "speculators_config" in said
@@ -73,9 +79,10 @@ def _read_config(folder: Path, model: Any) -> tuple[EagleConfig, int]:
     if eagle.get("use_aux_hidden_state") is False:
         raise ConfigError(f"{folder} goes by the last state alone, which is not EAGLE-3")
     depths = said.get("eagle_aux_hidden_state_layer_ids")
-    if depths is None and (depths := eagle.get("eagle_aux_hidden_state_layer_ids")):
-        # That key counts the layers themselves from 0, where its first is 1.
-        depths = [depth + 1 for depth in depths] if depths[0] == 1 else depths
+    if depths is None:
+        depths = list(eagle.get("eagle_aux_hidden_state_layer_ids") or ())
+        if depths[:1] == [1]:  # there the layers themselves are counted, from 0
+            depths = [depth + 1 for depth in depths]
     depths = tuple(sorted(depths or (2, layers // 2, layers - 3)))
     hidden = int(said.get("target_hidden_size") or inner["hidden_size"])
     if hidden != target.hidden_size:
@@ -118,36 +125,6 @@ def _fill(head: EagleHead, weights: dict[str, Tensor], folder: Path) -> None:
                 f"{list(needed[name].shape)}"
             )
     head.load_state_dict(weights)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except OSError as problem:
-        raise ConfigError(f"cannot read {file}: {problem.strerror}") from None
-    except ValueError as problem:
-        raise ConfigError(f"{file} is no JSON: {problem}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} is no JSON object")
-    return found
-
-
-def read_weights(folder: Path, names: tuple[str, ...] = WEIGHTS) -> dict[str, Tensor]:
-    """The first of these files that is there; a pickle as data only."""
-    file = next((folder / name for name in names if (folder / name).exists()), None)
-    if file is None:
-        raise ConfigError(f"{folder} holds none of {', '.join(names)}")
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, KeyError) as problem:
-        raise ConfigError(f"{file} cannot be read (is it whole?): {problem}") from None
-    except Exception as problem:  # what an unpickler says of code it will not run
-        raise ConfigError(f"{file} holds more than weights, and is not loaded: {problem}") from None
-    if not isinstance(found, dict) or not all(isinstance(v, Tensor) for v in found.values()):
-        raise ConfigError(f"{file} holds no weights by name")
-    return found
 
 
 def save(

@@ -76,6 +76,14 @@ class MedusaHeads(nn.Module):
             x = x + F.silu(torch.stack([block(one) for block, one in each], -2))
         return x
 
+    def of(self, head: int, states: Tensor) -> Tensor:
+        """The same for one of the heads, [..., H]."""
+        own = slice(head * self.hidden, (head + 1) * self.hidden)
+        x = states + F.silu(F.linear(states, self.first.weight[own], self.first.bias[own]))
+        for blocks in self.deeper:
+            x = x + F.silu(blocks[head](x))  # type: ignore[index]
+        return x
+
     def logits(self, states: Tensor, head: nn.Module | None) -> Tensor:
         """Over the draft vocabulary, [..., K, D]. `head`: see `output_for`."""
         found = self(states)
@@ -138,13 +146,6 @@ def likeliest_tree(
                 if -reached * chance > least:
                     heapq.heappush(open_, (reached * chance, (*path, candidate)))
     return found
-
-
-def hit_rates(logits: Tensor, labels: Tensor, width: int = 10) -> list[list[float]]:
-    """How often each head's likeliest candidates, first to last, were right on calibration data:
-    logits [T, K, D] and the true draft tokens [T, K], -1 where the draft vocabulary lacks them."""
-    ranked = logits.topk(min(width, logits.shape[-1])).indices
-    return (ranked == labels[..., None]).float().mean(0).tolist()
 
 
 def checked_tree(name: str, tree: Any, heads: int) -> list[Branch]:

@@ -47,7 +47,8 @@ class EagleTask:
         fade: float = 0.8,
         train_vocabulary: bool = False,
     ) -> None:
-        self.module = self.head = head
+        self.module: nn.Module = head
+        self.head = head
         self._held_out, self._depth, self._fade = held_out, depth, fade
         self._embed: nn.Module = model.get_input_embeddings()
         self._rows = model.get_output_embeddings().weight.detach()[head.tokens]
@@ -106,8 +107,8 @@ class Chains:
         return self._rows * (self.window - 2 - depth) + self._at - 1 - depth
 
     def outputs(self, head: EagleHead, embed: nn.Module) -> Iterator[Tensor]:
-        """At each depth, what all chains that have a token there make of it, [B, window - 2 - depth,
-        H]."""
+        """What all chains that have a token there make of it, depth by depth:
+        [B, window - 2 - depth, H]."""
         tokens, first, window = self.block.tokens, self.first, self.window
         texts, width = tokens.shape
         with torch.no_grad():

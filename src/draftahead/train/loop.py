@@ -90,7 +90,7 @@ class Average:
     """A slow copy of the weights, which is better than any of them."""
 
     def __init__(self, module: nn.Module, keep: float) -> None:
-        self._live = [p for p in module.parameters() if p.requires_grad]
+        self._live: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         self.values = [p.detach().clone() for p in self._live]
         self._keep, self._count = keep, 0
 
@@ -117,8 +117,8 @@ class Average:
 
 
 class Loop:
-    """One training. `blocks(step)` gives the blocks from a step on; `reduce` averages gradients over
-    processes, where there are several."""
+    """One training. `blocks(step)` gives the blocks from a step on; `reduce` averages gradients
+    over processes, where there are several."""
 
     def __init__(
         self,
@@ -236,9 +236,8 @@ class Loop:
     # ----------------------------------------------------------------------------- checkpoints
 
     def _save(self) -> None:
-        module = {name: value for name, value in self.task.module.state_dict().items()}
         state = {
-            "module": module,
+            "module": self.task.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "average": self.average.state(),
             "step": self.step,

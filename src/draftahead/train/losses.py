@@ -17,7 +17,10 @@ def law_over(states: Tensor, rows: Tensor) -> Tensor:
     """The target's law over some of its vocabulary, from its last states: [n, H] -> [n, D]."""
     with torch.no_grad():
         return torch.cat(
-            [(part @ rows.T).float().softmax(-1).to(rows.dtype) for part in states.split(AT_ONCE)]
+            [
+                (states[at : at + AT_ONCE] @ rows.T).float().softmax(-1).to(rows.dtype)
+                for at in range(0, len(states), AT_ONCE)
+            ]
         )
 
 
