@@ -169,6 +169,33 @@ def test_nothing_stays_behind(kind: str) -> None:
     assert [list(held) for held in passes.cache.contents] == [[], *TEXTS]
 
 
+@torch.no_grad()
+def test_weights_that_are_replaced_are_noticed() -> None:
+    model = shaped("llama")
+    passes, part = filled(model), Part(model, (0, 1))
+    nodes = torch.tensor(TREE)
+    before = passes.run(nodes, first=1, part=part).clone()
+    linear = model.model.layers[0].mlp.down_proj
+    linear.weight = torch.nn.Parameter(2 * linear.weight, requires_grad=False)
+    for row, text in enumerate(TEXTS, start=1):
+        passes.cache.contents[row].clear()
+        passes.prefill(row, text)
+    after = passes.run(nodes, first=1, part=part).clone()
+    assert passes.bit_stable and not torch.allclose(before, after, atol=1e-2)
+    assert torch.equal(after, filled(model).run(nodes, first=1, part=Part(model, (0, 1))))
+
+
+def test_the_share_of_the_weights() -> None:
+    model = zoo.tiny("llama")
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    head = model.lm_head.weight.numel()
+    assert Part(model, (0, 1, 2)).share == 1
+    assert Part(model, (0, 2)).share == pytest.approx((2 * layer + head) / (3 * layer + head))
+    few = Part(model, (0,), tokens=torch.arange(10))
+    expected = (layer + head * 10 / zoo.VOCABULARY) / (3 * layer + head)
+    assert few.share == pytest.approx(expected)
+
+
 def test_a_part_that_cannot_be() -> None:
     model = zoo.tiny("llama")
     for layers in ((), (1, 2), (0, 3), (-1, 0)):
