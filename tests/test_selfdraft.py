@@ -66,7 +66,7 @@ def test_the_whole_model_accepts_all_of_its_own_guesses(
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_the_trunk_of_the_whole_models_tree_is_the_text(kernels: bool, sampling: Sampling) -> None:
     model = shaped("llama") if kernels else zoo.tiny("llama")
-    prompt = zoo.ragged_prompts(2)[1]
+    prompt = zoo.ragged_prompts(3)[2]
     text = LLM(model, "none").generate([prompt], sampling)[0].token_ids
     draft, _ = tree_of(LLM(model, {"method": "early_exit", "layers": 3}), prompt, sampling)
     at, trunk = 0, []
