@@ -24,9 +24,12 @@ pytestmark = pytest.mark.skipif(build.library() is None, reason=str(build.proble
 TEXTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
 
 
-def filled(model: Any) -> CachedModel:
+CHAIN = torch.tensor([[50, 51, 52], [60, 61, 62]])
+
+
+def filled(model: Any, texts: list[list[int]] = TEXTS) -> CachedModel:
     passes = CachedModel(model, max_batch=4, max_context=64, spare=16)
-    for row, text in enumerate(TEXTS, start=1):
+    for row, text in enumerate(texts, start=1):
         passes.prefill(row, text)
     return passes
 
@@ -97,34 +100,34 @@ def _spoiled(states: Tensor) -> Tensor:
     return states.mul_(-3)  # in place: what a drafter does to them must stay its own
 
 
-def test_a_chain_fed_token_by_token(done_below: list[int]) -> None:
-    model = shaped("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_chain_fed_token_by_token(name: str, done_below: list[int]) -> None:
+    """Longer than the window of one of them."""
+    model = shaped(name)
     drafted, fresh, part = filled(model), filled(model), Part(model, (0, 1))
-    chain = torch.tensor([[50, 51, 52, 53, 54], [60, 61, 62, 63, 64]])
-    for ahead in range(4):
+    chain = torch.arange(50, 78).view(2, 14)
+    for ahead in range(13):
         drafted.run(chain[:, ahead : ahead + 1], first=1, part=part, ahead=ahead)
     found = drafted.run(chain, first=1)
     assert done_below == [1]  # the last token, which was only guessed
-    assert same(everything(drafted, found, 5), everything(fresh, fresh.run(chain, first=1), 5))
+    assert same(everything(drafted, found, 14), everything(fresh, fresh.run(chain, first=1), 14))
 
 
 def test_rows_of_which_one_was_guessed_otherwise(done_below: list[int]) -> None:
     model = shaped("llama")
     drafted, fresh, part = filled(model), filled(model), Part(model, (0, 1))
-    chain = torch.tensor([[50, 51, 52], [60, 61, 62]])
-    drafted.run(chain, first=1, part=part)
-    chain[1, 1] = 13
-    found = drafted.run(chain, first=1)
+    drafted.run(CHAIN, first=1, part=part)
+    other = CHAIN.clone()
+    other[1, 1] = 13
+    found = drafted.run(other, first=1)
     assert done_below == [2]
-    assert same(everything(drafted, found, 3), everything(fresh, fresh.run(chain, first=1), 3))
+    assert same(everything(drafted, found, 3), everything(fresh, fresh.run(other, first=1), 3))
 
 
 VOID: dict[str, Callable[[CachedModel, Any], object]] = {
     "another pass": lambda passes, model: passes.run(torch.tensor([[1, 2, 3, 4]] * 2), first=1),
     "a pass of another row": lambda passes, model: passes.run(torch.tensor([[1]])),
-    "another part": lambda passes, model: passes.run(
-        torch.tensor([[1, 2, 3, 4]] * 2), first=1, part=Part(model, (0, 2))
-    ),
+    "another part": lambda passes, model: passes.run(CHAIN, first=1, part=Part(model, (0, 2))),
     "rows that changed places": lambda passes, model: passes.cache.swap_rows(1, 2),
     "a row that was copied": lambda passes, model: passes.cache.copy_row(1, 2),
     "a row that was forgotten": lambda passes, model: passes.cache.clear_row(2),
@@ -145,10 +148,25 @@ def _replace(passes: CachedModel, model: Any) -> None:
 def test_what_makes_it_void(what: str, done_below: list[int]) -> None:
     model = shaped("llama")
     passes = filled(model)
-    chain = torch.tensor([[50, 51, 52], [60, 61, 62]])
-    passes.run(chain, first=1, part=Part(model, (0, 1)))
+    passes.run(CHAIN, first=1, part=Part(model, (0, 1)))
     VOID[what](passes, model)
-    passes.run(chain, first=1)
+    passes.run(CHAIN, first=1)
+    assert not done_below
+
+
+@pytest.mark.parametrize("change", ["swap_rows", "copy_row", "clear_row"])
+def test_rows_that_look_alike_are_not_taken_for_each_other(
+    change: str, done_below: list[int]
+) -> None:
+    model = shaped("llama")
+    passes, part = filled(model, [[5, 6], [5, 6], [5, 6]]), Part(model, (0, 1))
+    passes.run(CHAIN, first=1, part=part)
+    passes.run(CHAIN, first=2)
+    if change == "clear_row":
+        passes.cache.contents[2].clear()
+    passes.run(CHAIN, first=1, part=part)
+    getattr(passes.cache, change)(*((2,) if change == "clear_row" else (1, 2)))
+    passes.run(CHAIN, first=1)
     assert not done_below
 
 
@@ -156,26 +174,24 @@ def test_what_makes_it_void(what: str, done_below: list[int]) -> None:
 def test_other_rows_are_another_affair(first: int, done_below: list[int]) -> None:
     model = shaped("llama")
     passes = filled(model)
-    chain = torch.tensor([[50, 51, 52], [60, 61, 62]])
-    passes.run(chain, first=1, part=Part(model, (0, 1)))
-    passes.run(chain, first=first)
-    passes.run(chain, first=1, part=Part(model, (0, 1)))
-    passes.run(chain[:1], first=1)
+    passes.run(CHAIN, first=1, part=Part(model, (0, 1)))
+    passes.run(CHAIN, first=first)
+    passes.run(CHAIN, first=1, part=Part(model, (0, 1)))
+    passes.run(CHAIN[:1], first=1)
     assert not done_below
 
 
 def test_a_chain_that_follows_nothing_is_not_noted(done_below: list[int]) -> None:
     model = shaped("llama")
     passes, part = filled(model), Part(model, (0, 1))
-    chain = torch.tensor([[50, 51, 52], [60, 61, 62]])
-    passes.run(chain, first=1, part=part, ahead=1)
-    passes.run(chain, first=1)
-    passes.run(chain, first=1, parents=torch.tensor([[-1, 0, 0]] * 2), part=part)
-    passes.run(chain[:, :1], first=1, part=part, ahead=3)  # behind a tree: no chain
-    passes.run(chain, first=1)
-    passes.run(chain[:, :1], first=1, part=Part(model, (0,)))
-    passes.run(chain[:, 1:], first=1, part=part, ahead=1)  # behind fewer layers
-    passes.run(chain, first=1)
+    passes.run(CHAIN, first=1, part=part, ahead=1)
+    passes.run(CHAIN, first=1)
+    passes.run(CHAIN, first=1, parents=torch.tensor([[-1, 0, 0]] * 2), part=part)
+    passes.run(CHAIN[:, :1], first=1, part=part, ahead=3)  # behind a tree: no chain
+    passes.run(CHAIN, first=1)
+    passes.run(CHAIN[:, :1], first=1, part=Part(model, (0,)))
+    passes.run(CHAIN[:, 1:], first=1, part=part, ahead=1)  # behind fewer layers
+    passes.run(CHAIN, first=1)
     assert not done_below
 
 
@@ -184,9 +200,8 @@ def test_a_root_that_is_not_finite_shows(done_below: list[int]) -> None:
     model = shaped("llama")
     drafted, fresh = filled(model), filled(model)
     model.get_input_embeddings().weight[50] = torch.nan
-    chain = torch.tensor([[50, 51, 52], [60, 61, 62]])
-    drafted.run(chain, first=1, part=Part(model, (0, 1)))
-    found, expected = drafted.run(chain, first=1), fresh.run(chain, first=1)
+    drafted.run(CHAIN, first=1, part=Part(model, (0, 1, 2)))
+    found, expected = drafted.run(CHAIN, first=1), fresh.run(CHAIN, first=1)
     assert done_below == [0] and expected[0].isnan().all() and not expected[1].isnan().any()
     assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(found[1], expected[1])
 
@@ -197,9 +212,8 @@ def test_states_that_are_watched_come_from_whole_passes(done_below: list[int]) -
     passes.watch((1,))
     for row, text in enumerate(TEXTS, start=1):
         passes.prefill(row, text)
-    chain = torch.tensor([[50, 51, 52], [60, 61, 62]])
-    passes.run(chain, first=1, part=part)
-    passes.run(chain, first=1)
+    passes.run(CHAIN, first=1, part=part)
+    passes.run(CHAIN, first=1)
     assert not done_below
 
 
