@@ -6,8 +6,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 import zoo
 from draftahead import Batch, Draft, Drafter, drafters
+from draftahead.heads.medusa import MedusaHeads
 
 
 class Garbage(Drafter):
@@ -67,6 +70,16 @@ def other(target: Any) -> Any:
     return zoo.tiny("llama", dtype=target.dtype, seed=1).to(target.device)
 
 
+def random_heads(target: Any, count: int = 3, tokens: torch.Tensor | None = None) -> MedusaHeads:
+    """Medusa heads that share the target's own and know nothing."""
+    heads = MedusaHeads(target.config.get_text_config().hidden_size, count, tokens=tokens)
+    generator = torch.Generator().manual_seed(count)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return heads
+
+
 # How each registered drafter is made for a tiny target. A new one must be added here.
 REGISTERED: dict[str, Callable[[Any], Any]] = {
     "none": lambda target: "none",
@@ -79,6 +92,11 @@ REGISTERED: dict[str, Callable[[Any], Any]] = {
         "method": "draft_model",
         "model": other(target),
         "num_speculative_tokens": 4,
+    },
+    "medusa": lambda target: {
+        "method": "medusa",
+        "model": random_heads(target),
+        "num_speculative_tokens": 3,
     },
     "early_exit": lambda target: {
         "method": "early_exit",
@@ -104,6 +122,12 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
         "model": other(target),
     },
     "draft_model_self_guided": lambda target: {"method": "draft_model", "model": target},
+    "medusa_guided": lambda target: {"method": "medusa", "model": random_heads(target)},
+    "medusa_tree": lambda target: {
+        "method": "medusa",
+        "model": random_heads(target, 2, torch.arange(0, zoo.VOCABULARY, 3)),
+        "tree": [[0], [1], [0, 0], [5], [1, 2]],
+    },
     "early_exit_guided": lambda target: "early_exit",
     "early_exit_all": lambda target: {"method": "early_exit", "layers": 3},
     "layer_skip_guided": lambda target: "layer_skip",
@@ -116,7 +140,7 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     },
 }
 ALL = {**REGISTERED, **SPECIAL}
-DRAWN = ("draft_model", "draft_model_self", "early_exit")  # sample their guesses
+DRAWN = ("draft_model", "draft_model_self", "early_exit", "medusa")  # sample their guesses
 
 
 def registered_names() -> list[str]:

@@ -37,11 +37,19 @@ GIVE_UP_AFTER = 8  # faults of a drafter in a row
 
 class Engine:
     def __init__(
-        self, target: Target, drafter: Drafter, decode: Decode, *, exact: Exact, rule: Rule
+        self,
+        target: Target,
+        drafter: Drafter,
+        decode: Decode,
+        *,
+        exact: Exact,
+        rule: Rule,
+        lossless: bool = True,
     ) -> None:
         self.target, self.drafter, self.decode = target, drafter, decode
         self.exact: Exact = exact
         self.rule: Rule = rule
+        self.lossless = lossless
         self.scheduler = Scheduler(target.passes.cache.rows)
         self._ids = itertools.count()
         self._faults = 0  # of the drafter, in a row
@@ -133,7 +141,7 @@ class Engine:
     def _land(self, flight: Flight) -> tuple[Verdict, list[int]]:
         """Verifies, keeps, learns, commits; also returns how many drafted tokens each row keeps."""
         batch, draft, scores, clock = flight[:4]
-        verdict = verify(draft, scores, batch, self.rule)
+        verdict = verify(draft, scores, batch, self.rule, lossless=self.lossless)
         self.target.keep(batch, draft, verdict)
         clock.lap("verify_seconds")
         logprobs = _logprobs(batch, scores, verdict)

@@ -41,6 +41,14 @@ class VocabularyMismatchError(DraftaheadError):
     """The draft model does not share the target's vocabulary."""
 
 
+class HeadMismatchError(DraftaheadError):
+    """A trained head was made for another model than this one."""
+
+
+class TrainingError(DraftaheadError):
+    """A training went wrong: its loss is not finite, or exploded. What was good is kept."""
+
+
 class PromptError(DraftaheadError):
     """The prompt is empty, or holds ids outside the vocabulary."""
 

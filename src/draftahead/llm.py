@@ -22,6 +22,8 @@ from draftahead.text import no_text
 from draftahead.types import Completion, Exact, Piece, Request, Sampling, Sequence
 from draftahead.verify import Rule
 
+NOT_LOSSLESS = "not lossless: guesses stay for being likely, so the text is not the target's own"
+
 Message = Mapping[str, Any]
 Load = Callable[[str], tuple[Any, Any]]  # name -> model, tokenizer
 Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or a conversation
@@ -35,6 +37,8 @@ class LLM:
     exact: "law" keeps the target's distribution; "replay" makes the tokens a function of seed
         and prompt alone, bit for bit the same for every drafter and whatever else is running.
     rule: how sampled drafts are accepted, "block" or "token"; both are exact.
+    lossless: False keeps guesses that are merely typical of the target's law (Medusa's rule): more
+        of them stay, and the text is no longer the target's. All reports say so.
     max_batch, max_context: rows and tokens of the key-value cache.
     quantize: "int8" rounds the weights (CPU). Speculation is exact with respect to that model.
     compile: on a GPU, torch.compile for the layers of models that our own kernels do not know:
@@ -49,6 +53,7 @@ class LLM:
         tokenizer: Any = None,
         exact: Exact = "law",
         rule: Rule = "block",
+        lossless: bool = True,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
         max_batch: int = 8,
@@ -63,6 +68,8 @@ class LLM:
             raise ConfigError(f"{model!r} is no model, and no name or path of one")
         _one_of("exact", exact, ("law", "replay"))
         _one_of("rule", rule, ("block", "token"))
+        if not lossless and exact == "replay":
+            raise ConfigError("lossless=False and exact='replay' exclude each other: leave one out")
         if quantize is not None:
             _one_of("quantize", quantize, ("int8",))
         if max_batch < 1:
@@ -108,9 +115,16 @@ class LLM:
             no_text if tokenizer is None else self._decode,
             exact=exact,
             rule=rule,
+            lossless=lossless,
         )
 
-    def sibling(self, drafter: str | Mapping[str, Any] | Drafter, *, max_batch: int) -> LLM:
+    def sibling(
+        self,
+        drafter: str | Mapping[str, Any] | Drafter,
+        *,
+        max_batch: int,
+        lossless: bool = True,
+    ) -> LLM:
         """The same model with another drafter and a cache of its own; what one of them has loaded,
         the others need not load again."""
         context = self.engine.target.max_context
@@ -118,6 +132,7 @@ class LLM:
             self.model,
             drafter,
             tokenizer=self.tokenizer,
+            lossless=lossless,
             max_batch=max_batch,
             max_context=context,
             _load=self._load,
@@ -216,7 +231,8 @@ class LLM:
     def explain(self) -> list[str]:
         """Why it drafted as it did, so far: a sentence each."""
         reasons = getattr(self.engine.drafter, "reasons", list)
-        return [*self.engine.policy.reasons(), *reasons()]
+        warning = [] if self.engine.lossless else [NOT_LOSSLESS]
+        return [*warning, *self.engine.policy.reasons(), *reasons()]
 
     # ----------------------------------------------------------------------- requests, checked
 
@@ -340,6 +356,7 @@ class LLM:
             index=index,
             sample=sequence.sample,
             error=sequence.error,
+            lossless=self.engine.lossless,
         )
 
 

@@ -258,6 +258,25 @@ def logprobs_of(logits: Tensor, contexts: Seq[Context], tokens: Seq[int]) -> lis
 # ---------------------------------------------------------------------------- drafted draws
 
 
+def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """Logits [..., D] for `tokens` [D], over a whole vocabulary: the others are never said."""
+    whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+    whole[..., tokens] = logits
+    return whole
+
+
+def _fitted(logits: Tensor, vocabulary: int) -> Tensor:
+    """To a vocabulary; what is not finite can only make the guess worse."""
+    extra = vocabulary - logits.shape[-1]
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    logits = logits[:, :vocabulary] if extra <= 0 else logits
+    floor = torch.finfo(logits.dtype).min / 4
+    logits = logits.nan_to_num(nan=floor, posinf=-floor, neginf=floor)
+    if extra > 0:
+        logits = torch.nn.functional.pad(logits, (0, extra), value=floor)
+    return logits
+
+
 class DraftDice:
     """Draws for a sampling drafter, one depth a call, and keeps the record.
 
@@ -319,7 +338,7 @@ class DraftDice:
             return logits[:, : self.vocabulary].argmax(-1), [True] * len(self.sequences)
         paths = self.chains if self._needs_paths else [[0] * depth] * len(self.sequences)
         contexts = [Context(s, tuple(path)) for s, path in zip(self.sequences, paths, strict=True)]
-        logits = self._fitted(logits)
+        logits = _fitted(logits, self.vocabulary)
         if not self.by_law:
             tokens, finite = draw(logits, contexts)
         else:
@@ -331,17 +350,26 @@ class DraftDice:
         return tokens, finite.tolist() if self._needs_paths else [True] * len(contexts)
 
     def outlook(
-        self, logits: Tensor, rows: Seq[int], paths: Seq[tuple[int, ...]], count: int
+        self,
+        logits: Tensor,
+        rows: Seq[int],
+        paths: Seq[tuple[int, ...]],
+        count: int,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See Dice. A token's weight is its probability over its arrival time in the target's own
         race, so the heaviest is what the target would draw from this very law."""
         contexts = [Context(self.sequences[b], path) for b, path in zip(rows, paths, strict=True)]
         for context in contexts:
             context.sequence.foreseen = True
-        logits = processed(self._fitted(logits), contexts)
+        if tokens is not None and self._needs_paths:  # processors go by the target's ids
+            logits, tokens = spread(logits, tokens, self.vocabulary), None
+        size = self.vocabulary if tokens is None else len(tokens)
+        logits = processed(_fitted(logits, size), contexts)
         settings = [context.sequence.sampling for context in contexts]
         warm = _column([s.temperature or 1.0 for s in settings], logits)
         likely, ids = (logits / warm).softmax(-1).topk(min(WEIGHED, logits.shape[-1]))
+        ids = ids if tokens is None else tokens[ids]
         keys = [target_key(context) for context in contexts]
         arrival = -uniforms_at(keys, ids).log()
         sampled = placed([[not s.greedy] for s in settings], torch.bool, logits.device)
@@ -349,17 +377,6 @@ class DraftDice:
         weight = (weight / weight.sum(-1, keepdim=True)).where(sampled, likely.to(weight))
         best, at = weight.topk(min(count, weight.shape[-1]))
         return best, ids.gather(-1, at)
-
-    def _fitted(self, logits: Tensor) -> Tensor:
-        """To the target's vocabulary; what is not finite can only make the guess worse."""
-        extra = self.vocabulary - logits.shape[-1]
-        logits = logits.float() if logits.dtype != torch.float64 else logits
-        logits = logits[:, : self.vocabulary] if extra <= 0 else logits
-        floor = torch.finfo(logits.dtype).min / 4
-        logits = logits.nan_to_num(nan=floor, posinf=-floor, neginf=floor)
-        if extra > 0:
-            logits = torch.nn.functional.pad(logits, (0, extra), value=floor)
-        return logits
 
     def draft(self) -> Draft | None:
         """What has been drawn so far, or None if nothing was."""

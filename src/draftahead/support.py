@@ -65,6 +65,16 @@ def chosen_context(limit: int, wanted: int | None) -> int:
     return wanted
 
 
+def last_norm(model: Any) -> Any:
+    """What stands between the last layer and the head."""
+    body = model.get_decoder()
+    for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
+        found = getattr(body, name, None)
+        if found is not None:
+            return found
+    raise UnsupportedModelError(f"{type(model).__name__} has no last norm of a known name")
+
+
 def longrope_switch(model: Any) -> int | None:
     """The length beyond which longrope takes its other set of frequencies."""
     for rope in _rope(text_config(model)):

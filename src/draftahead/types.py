@@ -194,10 +194,16 @@ class Dice(Protocol):
         """
 
     def outlook(
-        self, logits: Tensor, rows: Seq[int], paths: Seq[tuple[int, ...]], count: int
+        self,
+        logits: Tensor,
+        rows: Seq[int],
+        paths: Seq[tuple[int, ...]],
+        count: int,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What the target would say next if it thought so, for drafters that do not draw: logits
         [A, V], each after a path below the root of a row -> weights and tokens [A, count].
+        `tokens` [D]: what logits [A, D] over a draft vocabulary are for.
 
         The target's next token is settled by its law and noise that is known beforehand. With that
         noise a guess is a good one, and still only a guess: the text stays that of plain decoding.
@@ -343,6 +349,7 @@ class Completion:
     index: int = 0  # which prompt of the call
     sample: int = 0  # which of the n samples of that prompt
     error: DraftaheadError | None = None
+    lossless: bool = True  # False: guesses were kept for being likely, not for being drawn
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ functions of (p, q, drafted tokens); chance enters only through `coin`, at the e
 - siblings: sampled children, tried in order against what is left of p, without replacement
             (SpecInfer, arXiv 2305.09781; one child: Leviathan et al., arXiv 2211.17192).
 - block:    sampled chains as a whole (Sun et al., arXiv 2403.10444): keeps at least as much.
+- typical:  NOT lossless, and only where that was asked for: point-mass guesses that are likely
+            enough stay, drawn or not (Medusa, arXiv 2401.10774). Greedy texts stay exact.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from draftahead.sampling import (
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 Rule = Literal["block", "token"]
+EPSILON, DELTA = 0.3, 0.09  # of typical acceptance, as in Medusa's own code
 NO_LAW = -1  # in place of a token where the logits allow none
 
 
@@ -105,13 +108,22 @@ def coin(chance: Tensor, uniform: Tensor) -> Tensor:
     return uniform < chance
 
 
+def typical_floor(p: Tensor) -> Tensor:
+    """What a token must be likelier than to be typical of laws [..., V]: the surer the law, the
+    more. A law that is sure of one token (greedy) leaves that one only."""
+    entropy: Tensor = torch.special.entr(p).sum(-1)
+    return (DELTA * (-entropy).exp()).clamp(max=EPSILON)
+
+
 # -------------------------------------------------------------------------- from law to verdict
 
 
-def verify(draft: Draft, scores: Scores, batch: Batch, rule: Rule = "block") -> Verdict:
+def verify(
+    draft: Draft, scores: Scores, batch: Batch, rule: Rule = "block", *, lossless: bool = True
+) -> Verdict:
     """Which path of each row's tree agrees, and the target's own next token."""
     if draft.laws is None:
-        return match(draft, scores, batch)
+        return match(draft, scores, batch) if lossless else accept_typical(draft, scores, batch)
     if rule == "block" and draft.is_chain:
         return verify_block(draft, scores, batch)
     return verify_siblings(draft, scores, batch)
@@ -255,6 +267,37 @@ def verify_siblings(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
                 p, q = residual(p, q), without(q, tokens[child])
             if not descending:
                 said.append(int(race(p[None], [target_key(context)])[0]))
+    return verdict
+
+
+def accept_typical(draft: Draft, scores: Scores, batch: Batch) -> Verdict:
+    """The longest path of typical guesses, of equals the likeliest, and the target's own draw
+    after it. This bends the law: texts become what the drafter likes."""
+    rows, width = draft.tokens.shape
+    contexts = _contexts(draft, batch)
+    law = law_of(scores.logits.reshape(rows * width, -1), contexts)
+    own = race(law, [target_key(context) for context in contexts])
+    said = draft.read_with(own.where(law[:, 0].isfinite(), NO_LAW).view(rows, width))
+    law = law.view(rows, width, -1)
+    each = torch.arange(rows, device=law.device)[:, None]
+    above = draft.parents.to(law.device).clamp(min=0)
+    chance = law[each, above, draft.tokens.to(law.device)]
+    likely = chance.where(chance > typical_floor(law)[each, above], 0.0).tolist()
+    verdict = _empty(batch)
+    for b, size in enumerate(draft.sizes):
+        paths, chances = [[0]], [1.0]
+        for node in range(1, size):
+            parent = draft.above[b][node]
+            paths.append([*paths[parent], node])
+            chances.append(chances[parent] * likely[b][node])
+        kept = [node for node in range(size) if chances[node] > 0]
+        path = paths[max(kept, key=lambda node: (len(paths[node]), chances[node]))]
+        verdict.paths[b][:] = path
+        verdict.tokens[b].extend(draft.rows[b][node] for node in path[1:])
+        if (token := said[b][path[-1]]) == NO_LAW:
+            verdict.errors[b] = _no_law(batch.sequences[b])
+        else:
+            verdict.tokens[b].append(token)
     return verdict
 
 

@@ -160,6 +160,7 @@ def _result(side: Side, task: str, groups: list[Group], plain: str) -> dict[str,
             stats.add(outcome.stats)
         entry |= {
             "drafter": side.name,
+            "lossless": all(outcome.lossless for outcome in last),
             "decode_speedup": decode_seconds(plain) / decode_seconds(side.name),
             "mean_acceptance_length": stats.mean_acceptance_length,
             "acceptance_rate": stats.acceptance_rate,

@@ -77,7 +77,7 @@ def results_table(results: list[dict[str, Any]], title: str) -> Table:
         low, high = row["speedup_spread"]
         table.add_row(
             row["task"] if row["task"] != previous else "",
-            row["name"],
+            _said(row),
             str(row["batch"]),
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}x",
@@ -88,6 +88,11 @@ def results_table(results: list[dict[str, Any]], title: str) -> Table:
         )
         previous = row["task"]
     return table
+
+
+def _said(row: dict[str, Any]) -> str:
+    """A side's name, with what must be known of it."""
+    return row["name"] if row.get("lossless", True) else f"[red]{row['name']}, not lossless[/red]"
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
@@ -135,6 +140,7 @@ def _draw_results(report: dict[str, Any], axis: Any) -> None:
     entries = [row for row in report["results"] if row["drafter"] != "none"]
     tasks = list(dict.fromkeys(row["task"] for row in entries))
     sides = list(dict.fromkeys((row["drafter"], row["batch"]) for row in entries))
+    bent = {row["drafter"] for row in entries if not row.get("lossless", True)}
     height = 0.8 / max(len(sides), 1)
     for number, (drafter, batch) in enumerate(sides):
         values = {
@@ -143,8 +149,10 @@ def _draw_results(report: dict[str, Any], axis: Any) -> None:
             if (row["drafter"], row["batch"]) == (drafter, batch)
         }
         places = [i + number * height for i in range(len(tasks))]
-        label = f"{drafter}, batch {batch}"
-        axis.barh(places, [values.get(task, 0) for task in tasks], height, label=label)
+        label = f"{drafter}, batch {batch}" + (", not lossless" if drafter in bent else "")
+        color = "tab:red" if drafter in bent else None
+        widths = [values.get(task, 0) for task in tasks]
+        axis.barh(places, widths, height, label=label, color=color)
     axis.axvline(1, color="tab:gray", linestyle="--")
     axis.set_yticks([i + 0.4 - height / 2 for i in range(len(tasks))], tasks)
     axis.invert_yaxis()

@@ -25,6 +25,7 @@ class Outcome:
     tokens: int
     texts: list[list[int]]  # token ids, where the side tells them
     stats: Stats = field(default_factory=Stats)
+    lossless: bool = True
 
 
 class Side(Protocol):
@@ -45,7 +46,8 @@ class Ours:
         total = Stats()
         for out in outs:
             total.add(out.stats)
-        return Outcome(seconds, total.tokens, [out.token_ids for out in outs], total)
+        lossless = all(out.lossless for out in outs)
+        return Outcome(seconds, total.tokens, [out.token_ids for out in outs], total, lossless)
 
 
 class Transformers:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from draftahead import __version__
-from draftahead.cli import bench, chat, demo, generate, models, tune
+from draftahead.cli import bench, chat, demo, generate, models, train, tune
 from draftahead.errors import DraftaheadError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("chat")(chat.chat)
 app.command("models")(models.models)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
+app.add_typer(train.app, name="train")
 
 
 def _tell_version(wanted: bool) -> None:

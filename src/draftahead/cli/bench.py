@@ -27,6 +27,7 @@ def bench(
     drafter: Annotated[str, typer.Option(help="Sides to run, with commas.")] = "none,lookup,auto",
     draft_model: options.DraftModel = None,
     num_speculative_tokens: options.Tokens = None,
+    not_lossless: options.NotLossless = False,
     prompts: Annotated[
         str, typer.Option(help="builtin, random (tokens), or a file as Spec-Bench's.")
     ] = "builtin",
@@ -66,6 +67,8 @@ def bench(
         if peer not in PEERS:
             raise ConfigError(f"unknown peer {peer!r}{nearest(peer, PEERS)}")
     sampling = options.sampling_from(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    if not_lossless and shape is not None:
+        raise ConfigError("--not-lossless is for real models: leave it out with --shape")
     if shape is not None:
         count = num_speculative_tokens or 4
         kind = (shape, agreement, count, dtype, device)
@@ -85,7 +88,8 @@ def bench(
         console.print(rows_table(report))
     results: list[dict[str, Any]] = []
     for size in batches:
-        sides = _sides(first, names, draft_model, num_speculative_tokens, size, sampling)
+        configs = _configs(names, draft_model, num_speculative_tokens)
+        sides = [side(name, first, config, size, not_lossless) for name, config in configs.items()]
         if size == 1:
             sides += _peers(peers, model, first)
         measured = run(notes, first, sides, chosen, size, limit, sampling, repeats)
@@ -184,31 +188,29 @@ def run(
         return measure(sides, groups, sampling, repeats, step)
 
 
-def _sides(
-    first: LLM,
-    names: list[str],
-    draft_model: str | None,
-    tokens: int | None,
-    batch: int,
-    sampling: Sampling,
-) -> list[Side]:
-    """Our sides share one model; plain decoding is always among them, for it is the measure."""
-    found: list[Side] = []
-    for name in dict.fromkeys(["none", *names]):
+def _configs(
+    names: list[str], draft_model: str | None, tokens: int | None
+) -> dict[str, dict[str, Any]]:
+    """Of our sides. Plain decoding is always among them, for it is the measure."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ["none", *names]:
         config: dict[str, Any] = {"method": name}
         if name != "none" and tokens is not None:
             config["num_speculative_tokens"] = tokens
-        if name == "draft_model" or (name == "auto" and draft_model is not None):
+        if name in ("draft_model", "medusa") or (name == "auto" and draft_model is not None):
             config["model"] = draft_model
-        found.append(side(name, first, config, batch))
+        found[name] = config
     return found
 
 
-def side(name: str, first: LLM, drafter: dict[str, Any], batch: int) -> Side:
-    """Another drafter for a model that is loaded already."""
+def side(
+    name: str, first: LLM, drafter: dict[str, Any], batch: int, not_lossless: bool = False
+) -> Side:
+    """Another drafter for a model that is loaded already. Plain decoding has nothing to lose."""
     from draftahead.bench.sides import Ours
 
-    return Ours(name, first.sibling(drafter, max_batch=batch), batch)
+    lossless = name == "none" or not not_lossless
+    return Ours(name, first.sibling(drafter, max_batch=batch, lossless=lossless), batch)
 
 
 def _peers(names: list[str], model: str, llm: LLM) -> list[Side]:

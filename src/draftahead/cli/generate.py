@@ -30,6 +30,7 @@ def generate(
     speculative_config: options.SpeculativeConfig = None,
     num_speculative_tokens: options.Tokens = None,
     exact: options.Exact = "law",
+    not_lossless: options.NotLossless = False,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
@@ -68,6 +69,7 @@ def generate(
         model,
         chosen,
         exact=exact,
+        lossless=not not_lossless,
         dtype=dtype,
         device=device,
         quantize=quantize,
@@ -81,12 +83,15 @@ def generate(
         print(json.dumps(as_dict(completion), ensure_ascii=False))
     else:
         completion = show_stream(llm, asked, sampling)
+    notes = Console(stderr=True, highlight=False)
+    reasons = llm.explain()
+    if not completion.lossless:
+        notes.print(reasons.pop(0), style="red")
     if stats:
-        Console(stderr=True).print(stats_table(completion.stats))
+        notes.print(stats_table(completion.stats))
     if explain:
-        console = Console(stderr=True, highlight=False)
-        for reason in llm.explain():
-            console.print(f"- {reason}")
+        for reason in reasons:
+            notes.print(f"- {reason}")
 
 
 def _standard_input() -> str:
@@ -121,6 +126,7 @@ def as_dict(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "drafted": completion.drafted,
         "seed": completion.seed,
+        "lossless": completion.lossless,
         "prompt_tokens": completion.stats.prompt_tokens,
         "stats": completion.stats.as_dict(),
     }

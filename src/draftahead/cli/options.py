@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.", show_default=True)]
 Drafter = Annotated[
-    str | None, typer.Option(help="auto, suffix, recycle, lookup, draft_model or none.")
+    str | None, typer.Option(help="auto, suffix, recycle, lookup, draft_model, medusa or none.")
 ]
-DraftModel = Annotated[str | None, typer.Option(help="The model that drafts.")]
+DraftModel = Annotated[str | None, typer.Option(help="The model, or the heads, that draft.")]
 SpeculativeConfig = Annotated[
     str | None, typer.Option(help="The drafter as JSON, with vLLM's keys.", metavar="JSON")
 ]
@@ -30,6 +30,10 @@ Tokens = Annotated[
     int | None, typer.Option("--num-speculative-tokens", "-k", help="How far to draft.")
 ]
 Exact = Annotated[str, typer.Option(help="law, or replay: bit for bit as plain decoding.")]
+NotLossless = Annotated[
+    bool,
+    typer.Option("--not-lossless", help="Keep guesses that are merely typical: other text."),
+]
 Quantize = Annotated[str | None, typer.Option(help="int8: rounded weights, on the CPU.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16 ...")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...")]
@@ -72,6 +76,7 @@ def build_llm(
     drafter: str | Mapping[str, Any],
     *,
     exact: str = "law",
+    lossless: bool = True,
     dtype: str | None = None,
     device: str | None = None,
     quantize: str | None = None,
@@ -87,6 +92,7 @@ def build_llm(
             model,
             drafter,
             exact=exact,  # type: ignore[arg-type]
+            lossless=lossless,
             dtype=dtype,
             device=device,
             quantize=quantize,  # type: ignore[arg-type]

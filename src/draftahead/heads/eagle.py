@@ -36,6 +36,7 @@ class EagleConfig:
         norm_before_residual: bool = False,
         norm_before_fuse: bool = False,
         norm_each: bool = False,
+        norm_output: bool = False,
     ) -> None:
         self.layer = layer
         self.draft_vocabulary = draft_vocabulary
@@ -44,6 +45,7 @@ class EagleConfig:
         self.norm_before_residual = norm_before_residual  # the residual carries the normed feature
         self.norm_before_fuse = norm_before_fuse  # one norm over all the states side by side
         self.norm_each = norm_each  # one for each of them
+        self.norm_output = norm_output  # what is fed back is normed as for the vocabulary
 
     @property
     def width(self) -> int:
@@ -82,7 +84,7 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads or self.key_heads, -1)).transpose(1, 2)
+        return x.view(*x.shape[:2], heads or self.key_heads, -1).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -168,11 +170,15 @@ class EagleHead(nn.Module):
         turn = cos[:, None], sin[:, None]
         for index, layer in enumerate(self.layers):
             hidden = layer(embedded, hidden, turn, attend, index)
-        return hidden
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def spoken(self, hidden: Tensor) -> Tensor:
+        """An output as the vocabulary's rows take it."""
+        return hidden if self.config.norm_output else self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Over the draft vocabulary, [..., D]."""
-        return self.lm_head(self.norm(hidden))  # type: ignore[no-any-return]
+        return self.lm_head(self.spoken(hidden))  # type: ignore[no-any-return]
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -206,7 +212,14 @@ def new_head(
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
         tie_word_embeddings=False,
     )
-    config = EagleConfig(layer, draft_vocabulary=len(tokens), depths=depths)
+    config = EagleConfig(
+        layer,
+        draft_vocabulary=len(tokens),
+        depths=depths,
+        # States grow with depth, and a few tokens' are huge: without norms they drown the rest.
+        norm_before_residual=True,
+        norm_each=True,
+    )
     head = EagleHead(config).to(model.device)
     head.tokens.copy_(tokens)
     with torch.no_grad():

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ __all__ = [
     "cache_root",
     "catalogue",
     "ensure",
+    "files_of",
     "gguf_path",
     "load",
     "model_path",
@@ -118,6 +120,24 @@ def load(
     if model in ALIASES:
         network.draftahead_alias = str(model)  # whose it is: for what comes with it
     return network, tokenizer
+
+
+def files_of(source: str | Path, patterns: Seq[str]) -> Path:
+    """A local folder or file as it is; of a hub id, a folder of its files that match."""
+    path = Path(source)
+    with suppress(RuntimeError):
+        path = path.expanduser()
+    if source and path.exists():
+        return path
+    if not isinstance(source, str) or not HUB_ID.fullmatch(source):
+        raise ModelNotFoundError(
+            f"{str(source)!r} is no folder or file (looked for {path.absolute()}) and no hub id of "
+            "the form org/name"
+        )
+    from huggingface_hub import snapshot_download
+
+    with _failing_clearly(source):
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
 
 
 def _chosen_device(device: str | torch.device | None) -> torch.device:

@@ -109,16 +109,6 @@ def fits(layer: Any) -> bool:
     return plain and layer.weight.is_contiguous() and layer.weight.device.type == "cpu"
 
 
-def rows_of(layer: Any, ids: Tensor) -> Any:
-    """A linear layer, plain or int8, with some of another's outputs."""
-    found = copy.copy(layer)
-    for kind in ("_parameters", "_buffers"):
-        tensors = getattr(layer, kind).items()
-        found.__dict__[kind] = {n: None if t is None else t.detach()[ids] for n, t in tensors}
-    found.out_features = len(ids)
-    return found
-
-
 def run_linear(layer: Any, x: Tensor) -> Tensor:
     """layer(x) by our kernels."""
     library = build.library()
@@ -142,6 +132,20 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
         start.data_ptr(),
     )
     return y.view(*shape[:-1], layer.out_features)
+
+
+def rows_of(layer: Any, ids: Tensor) -> Any:
+    """A layer that computes some of the outputs of another, from a copy of their weights."""
+    part = copy.copy(layer)
+    part._parameters = {
+        name: None if held is None else nn.Parameter(held.detach()[ids], requires_grad=False)
+        for name, held in layer._parameters.items()
+    }
+    part._buffers = {
+        name: None if held is None else held[ids] for name, held in layer._buffers.items()
+    }
+    part.out_features = len(ids)
+    return part
 
 
 class SmallRowLinears:

@@ -67,6 +67,11 @@ class Texts:
             answers=torch.cat([part.answers for part in parts]),
         )
 
+    @property
+    def learnt(self) -> int:
+        """Tokens that are to be learnt."""
+        return int((self.lengths - self.answers).sum())
+
     def chosen(self, indices: Seq[int]) -> Texts:
         return Texts.of(
             [
@@ -141,9 +146,9 @@ def write_answers(
     batch = llm.engine.scheduler.max_batch
     files = -(-len(kept) // (batch * GROUPS))
     _check_notes(folder, kept, sampling, files)
-    done = tokens = 0
+    tokens = 0
     mine = range(part[0] - 1, files, part[1])
-    for number in mine:
+    for done, number in enumerate(mine, start=1):
         file = folder / f"answers-{number:05d}.safetensors"
         if not file.exists():
             asked = kept[number::files]
@@ -154,9 +159,14 @@ def write_answers(
                     pairs.append((prompt, said.token_ids))
             _save(Texts.of(pairs), file)
             tokens += sum(len(answer) for _, answer in pairs)
-        done += 1
         told(done, len(mine), tokens)
     return read_answers(folder)
+
+
+def write_texts(texts: Texts, folder: Path) -> None:
+    """Texts that need no answer, to be read along with the others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(texts, folder / "answers-given.safetensors")
 
 
 def _check_notes(folder: Path, prompts: list[list[int]], sampling: Sampling, files: int) -> None:

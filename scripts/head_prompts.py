@@ -1,0 +1,164 @@
+"""Writes the prompts that the heads of smollm2 are trained on; the model makes most of them up.
+
+    python scripts/head_prompts.py --out prompts.jsonl [--share 0.33 --seed 1]
+
+Where the template lets the user speak, the model goes on as the user: a few words open each turn
+and say what kind it will be. Articles it writes without any template. Sums and German sentences are
+put together from lists. Nothing comes from a data set, so nothing of a benchmark can be in it.
+`--share` makes that part of them; with another `--seed` they are others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tomllib
+from pathlib import Path
+
+from draftahead import LLM, Sampling
+
+LISTS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+class Writer:
+    def __init__(self, llm: LLM, share: float, seed: int) -> None:
+        self.llm, self.share, self.seed = llm, share, seed
+        self.dice = random.Random(seed)
+        template = llm.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "@"}], tokenize=False
+        )
+        self.user = template.split("@")[0]
+        self.said = 0
+
+    def count(self, whole: int) -> int:
+        return round(self.share * whole)
+
+    def one(self, name: str) -> str:
+        return self.dice.choice(LISTS[name])
+
+    def go_on(self, openings: list[str], most: int, *, ended: bool) -> list[str]:
+        """The openings, each with what the model makes of it; without those that came to no end."""
+        found = []
+        batch = self.llm.engine.scheduler.max_batch
+        for start in range(0, len(openings), batch):
+            group = openings[start : start + batch]
+            ids = [
+                self.llm.tokenizer(text, add_special_tokens=False).input_ids or [0]
+                for text in group
+            ]
+            self.said += 1
+            seeds = [hash((self.seed, self.said, i)) & 0xFFFFFF for i in range(len(group))]
+            how = [
+                Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.02, max_tokens=most, seed=s)
+                for s in seeds
+            ]
+            for text, said in zip(group, self.llm.generate(ids, how), strict=True):
+                if said.finish_reason == "stop" or not ended:
+                    found.append(text + said.text)
+        return found
+
+    def turns(self, openings: list[str], most: int) -> list[str]:
+        """What users say, as the model imagines them."""
+        found = self.go_on([self.user + opening for opening in openings], most, ended=True)
+        return [text[len(self.user) :].strip() for text in found if len(text) > len(self.user) + 8]
+
+    # ---------------------------------------------------------------------------- the kinds
+
+    def all(self) -> list[str]:
+        chat = self.turns([self.one("chat") for _ in range(self.count(13000))], 80)
+        asked = self.turns([self.one("asked") for _ in range(self.count(9000))], 32)
+        counted = [self._named(self.one("counted")) for _ in range(self.count(5000))]
+        sums = self.turns(counted, 90) + [self._sum() for _ in range(self.count(4000))]
+        code = self.turns([self.one("coded") for _ in range(self.count(3000))], 80)
+        ask = "Translate German to English: "
+        loose = self.turns([ask + self.one("loose") for _ in range(self.count(5000))], 60)
+        german = loose + [ask + self._german() for _ in range(self.count(3500))]
+        told = self.go_on([self.one("reported") for _ in range(self.count(4500))], 400, ended=False)
+        long = [self._summary(told) for _ in range(self.count(7000))]
+        long += [self._passages(told, asked) for _ in range(self.count(7000))]
+        found = list(dict.fromkeys(chat + asked + sums + code + german + long))
+        self.dice.shuffle(found)
+        return found
+
+    def _named(self, text: str) -> str:
+        one, other = self.dice.sample(LISTS["names"], 2)
+        return text.format(n=one, m=other)
+
+    def _sum(self) -> str:
+        a, b, c, d = (self.dice.randint(2, 60) for _ in range(4))
+        n, m = self.dice.sample(LISTS["names"], 2)
+        t = self.dice.choice(LISTS["things"])
+        return self.dice.choice(
+            [
+                f"{n} has {a} {t}. {m} gives {n} {b} more. Then {n} sells half of them. "
+                f"How many {t} does {n} have left?",
+                f"A shop sells {t} for ${a} each. {n} buys {b} {t} and pays with ${a * b + c}. "
+                f"How much change does {n} get?",
+                f"{n} reads {a} pages every day. How many pages does {n} read in {b} weeks? "
+                f"If the book has {a * b * 7 + c} pages, how many are left?",
+                f"There are {a} rows of {b} chairs. {c} chairs are broken. How many can be used?",
+                f"{n} is {a} years old and {m} is {b} years older. In {c} years, what will be the "
+                "sum of their ages?",
+                f"A car travels at {a} miles per hour for {b % 9 + 1} hours and then {c} miles per "
+                f"hour for {d % 7 + 1} hours. How far does it travel in total?",
+                f"{n} earns ${a} per hour and works {b % 10 + 1} hours a day, {c % 5 + 2} days a "
+                f"week. How much does {n} earn in {d % 6 + 2} weeks?",
+                f"If {a}% of {b * 10} {t} are red, how many {t} are not red?",
+                f"{n} bakes {a} cakes with {b} {t} on each. {m} eats {c} {t}. How many are there "
+                f"now, and how many does each of {d} guests get?",
+            ]
+        )
+
+    def _german(self) -> str:
+        def sentence() -> str:
+            said = [self.one(text) for text in ("subjects", "says", "matters", "ends")]
+            return " ".join(said) + self.dice.choice((".", " ."))
+
+        return sentence() if self.dice.random() < 0.7 else f"{sentence()} {sentence()}"
+
+    def _cut(self, told: list[str], least: int, most: int) -> str:
+        """Some of an article, or of several, up to a number of characters."""
+        text, wanted = self.dice.choice(told), self.dice.randint(least, most)
+        while len(text) < wanted:
+            text += " " + self.dice.choice(told)
+        return " ".join(text[:wanted].split()[:-1])
+
+    def _summary(self, told: list[str]) -> str:
+        said = self.dice.choice(
+            ["Summarize: "] * 6
+            + [
+                "Summarize the following text: ",
+                "Give a short summary of this article.\n\n",
+                "TL;DR: ",
+            ]
+        )
+        return said + self._cut(told, 500, 4000)
+
+    def _passages(self, told: list[str], asked: list[str]) -> str:
+        count, question = self.dice.randint(1, 4), self.dice.choice(asked)
+        text = "\n\n".join(self._cut(told, 400, 900) for _ in range(count))
+        return self.dice.choice(
+            [f"{text}\n\n{question}"] * 3
+            + [f"{text}\n\nQuestion: {question}", f"Answer by these passages.\n{text}\n{question}"]
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--share", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--dtype", default=None)
+    asked = parser.parse_args()
+    llm = LLM(asked.model, "none", max_batch=asked.batch, max_context=1024, dtype=asked.dtype)
+    found = Writer(llm, asked.share, asked.seed).all()
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in found]
+    asked.out.write_text("\n".join(lines) + "\n", "utf-8")
+    print(f"{len(found)} prompts in {asked.out}")
+
+
+if __name__ == "__main__":
+    main()

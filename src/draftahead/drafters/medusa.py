@@ -1,0 +1,152 @@
+"""Medusa heads draft from the target's last state (Cai et al., arXiv 2401.10774).
+
+Asked for a number of guesses, they draw a chain of so many, one by each head. Left to themselves
+they make a tree of the likeliest products of candidates: of a shape that calibration data showed
+to be good, if one came with the heads, else of the shape that this step's probabilities make the
+best.
+
+The state that they go by is that of the last token before the root, as the step that scored it
+left it in the target's cache. The prompt's was not scored: the first step goes without guesses.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.errors import ConfigError
+from draftahead.heads.medusa import Branch, MedusaHeads, checked_tree, likeliest_tree, load_heads
+from draftahead.runtime.linear import SmallRowLinears
+from draftahead.sampling import placed, spread
+from draftahead.support import text_config
+from draftahead.types import Batch, Draft
+
+NODES = 15  # of a tree whose shape is free, the root aside
+CANDIDATES = 8  # of each head, there
+LEAST = 0.01  # likelihood below which a guess is not worth its row
+
+
+@register("medusa")
+class Medusa(Drafter):
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        model: Any = None,
+        num_speculative_tokens: int | None = None,
+        tree: list[list[int]] | None = None,
+    ) -> None:
+        target = setting.target
+        assert target is not None
+        text = text_config(target.model)
+        self.target, self.depths = target, (int(text.num_hidden_layers),)
+        self.heads = heads = _heads(model, target.model)
+        self.count: int | None = None  # of guesses in a chain that is drawn
+        if num_speculative_tokens is not None:
+            if tree is not None:
+                raise ConfigError("give medusa 'tree' or 'num_speculative_tokens', not both")
+            self.count = positive("num_speculative_tokens", num_speculative_tokens, len(heads))
+        # A tree that was asked for is scored as it is, one that came along as far as it pays.
+        given = checked_tree("tree", tree, len(heads)) if tree is not None else None
+        self.guided = self.count is None and given is None
+        self.tree = given or list(heads.choices)
+        self.candidates = 1 + max((max(branch) for branch in self.tree), default=CANDIDATES - 1)
+        self.head = heads.output_for(target.model)
+        parts = [heads] if self.head is None else [heads, self.head]
+        self._linears = SmallRowLinears(nn.ModuleList(parts))
+        self._rows = torch.arange(setting.max_batch, device=setting.device)
+        target.watch(self.depths)
+
+    def propose(self, batch: Batch) -> Draft | None:
+        rooms = [
+            room if sequence.generated else 0
+            for sequence, room in zip(batch.sequences, batch.rooms, strict=True)
+        ]
+        if not any(rooms):
+            return None
+        logits = self._logits(batch)
+        if self.count is None:
+            return self._branch(batch, logits, rooms)
+        going = None if all(rooms) else torch.tensor([room > 0 for room in rooms])
+        for index in range(min(self.count, max(rooms))):
+            said = logits[:, index]
+            if self.heads.tokens is not None:
+                said = spread(said, self.heads.tokens, self.target.vocabulary)
+            batch.dice.draw(said, going)
+        return None  # the dice hold the draft
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """What each head says for each text, over the draft vocabulary: [B, K, D]."""
+        lengths = [len(sequence.tokens) for sequence in batch.sequences]
+        before = [[max(0, length - 2)] for length in lengths]
+        slots = placed(before, torch.int64, self._rows.device)
+        states = self.target.states(self.depths, self._rows[: len(slots)], slots)[:, 0, 0]
+        with self._linears:
+            return self.heads.logits(states, self.head)[..., : self.target.vocabulary]
+
+    def _branch(self, batch: Batch, logits: Tensor, rooms: list[int]) -> Draft | None:
+        """Trees of the heads' best candidates; reads back once."""
+        depth = min(len(self.heads), max(rooms))
+        at = [(row, index) for row, room in enumerate(rooms) if room for index in range(depth)]
+        rows = [row for row, _ in at]
+        # Penalties look at the guesses before: taken to be each head's best.
+        said = [[0] * depth] * len(rooms)
+        if any(sequence.has_processors for sequence in batch.sequences):
+            best = logits.argmax(-1)
+            said = (best if self.heads.tokens is None else self.heads.tokens[best]).tolist()
+        paths = [tuple(said[row][:index]) for row, index in at]
+        seen = logits[rows, [index for _, index in at]]
+        draft_tokens = self.heads.tokens
+        weights, tokens = batch.dice.outlook(seen, rows, paths, self.candidates, draft_tokens)
+        both = torch.stack([weights, tokens.to(weights)], 1).tolist()
+        found = dict(zip(at, both, strict=True))
+        trees: list[list[tuple[int, int]]] = []
+        claims: list[list[float]] = []
+        for row, room in enumerate(rooms):
+            levels = [found[row, index] for index in range(min(depth, room))]
+            tree = self._shape([chances for chances, _ in levels])
+            place: dict[Branch, int] = {(): 0}
+            for branch, _ in tree:
+                place[branch] = len(place)
+            trees.append(
+                [
+                    (int(levels[len(branch) - 1][1][branch[-1]]), place[branch[:-1]])
+                    for branch, _ in tree
+                ]
+            )
+            claims.append([chance for _, chance in tree])
+        if not any(trees):
+            return None
+        return Draft.trees(batch.roots, trees, claims if self.guided else None)
+
+    def _shape(self, chances: list[list[float]]) -> list[tuple[Branch, float]]:
+        """The nodes of one text's tree, and how likely each is reached and right."""
+        if not self.tree:
+            return likeliest_tree(chances, NODES, LEAST)
+        return [
+            (branch, math.prod(row[i] for row, i in zip(chances, branch, strict=False)))
+            for branch in self.tree
+            if len(branch) <= len(chances)
+            and all(i < len(row) for row, i in zip(chances, branch, strict=False))
+        ]
+
+
+def _heads(wanted: Any, target: Any) -> MedusaHeads:
+    if wanted is None:
+        raise ConfigError("drafter 'medusa' needs 'model': the folder, file or hub id of its heads")
+    if isinstance(wanted, str | Path):
+        return load_heads(wanted, target)
+    if not isinstance(wanted, MedusaHeads):
+        raise ConfigError(f"drafter 'medusa': {wanted!r} is no Medusa heads and no path of them")
+    hidden = int(text_config(target).hidden_size)
+    if wanted.hidden != hidden:
+        raise ConfigError(
+            f"these heads are for a hidden size of {wanted.hidden}, and the target's is {hidden}"
+        )
+    return copy.deepcopy(wanted).to(device=target.device, dtype=target.dtype)

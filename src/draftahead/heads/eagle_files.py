@@ -1,0 +1,195 @@
+"""EAGLE heads as files: published layouts in, the speculators layout out.
+
+Published heads come as a folder with config.json and one file of weights: SafeAILab's (and those
+made like it) with the layer's fields at the top of the configuration, vLLM-speculators' with a
+configuration of the layer inside. Both leave out what they take from the target. Ours is the
+second, and leaves out the vocabulary's rows as well while they are the target's own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from draftahead.errors import ConfigError, HeadMismatchError
+from draftahead.heads.eagle import EagleConfig, EagleHead
+from draftahead.heads.files import config_beside, located, tensors_in
+from draftahead.runtime.linear import rows_of
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# Of the target, or computed from the configuration.
+IGNORED = ("verifier_", "rotary", "t2d", "midlayer.self_attn.rotary", "layers.0.self_attn.rotary")
+
+
+def load(source: str | Path, model: Any) -> EagleHead:
+    """A head for this target, in its dtype and on its device."""
+    file = located(source, WEIGHTS)
+    folder = file.parent
+    config, said = _read_config(folder, model)
+    held = tensors_in(file, lambda names: [n for n in names if not n.startswith(IGNORED)])
+    weights = {
+        name.removeprefix("model.").replace("midlayer.", "layers.0."): value
+        for name, value in held.items()
+    }
+    offsets = weights.pop("d2t", None)
+    head = EagleHead(config, own_embedding="embed_tokens.weight" in weights)
+    if offsets is not None:
+        if len(offsets) != config.draft_vocabulary:
+            raise ConfigError(f"{folder}: d2t has {len(offsets)} tokens of draft_vocab_size {said}")
+        weights["tokens"] = torch.arange(len(offsets)) + offsets.long()
+    elif config.draft_vocabulary != config.layer.vocab_size:
+        raise ConfigError(f"{folder} has a smaller draft vocabulary and no d2t that maps it")
+    else:
+        weights["tokens"] = torch.arange(config.draft_vocabulary)
+    if not 0 <= int(weights["tokens"].min()) <= int(weights["tokens"].max()) < said:
+        raise ConfigError(f"{folder}: d2t points outside the vocabulary of {said}")
+    shares_rows = "lm_head.weight" not in weights
+    if shares_rows:
+        weights["lm_head.weight"] = head.lm_head.weight
+    _fill(head, weights, folder)
+    head = head.to(device=model.device, dtype=model.dtype).eval()
+    if shares_rows:
+        head.lm_head = rows_of(model.get_output_embeddings(), head.tokens)
+    return head
+
+
+def _read_config(folder: Path, model: Any) -> tuple[EagleConfig, int]:
+    """The configuration, and the vocabulary of the target it says it is for."""
+    said = config_beside(folder / WEIGHTS[0])
+    target = model.config.get_text_config(decoder=True)
+    layers = int(target.num_hidden_layers)
+    is_ours = "speculators_model_type" in said or "speculators_config" in said
+    if is_ours and said.get("speculators_model_type", "eagle3") != "eagle3":
+        raise ConfigError(f"{folder} is of type {said['speculators_model_type']!r}, not eagle3")
+    inner = dict(said.get("transformer_layer_config", {}) if is_ours else said)
+    if not {"hidden_size", "num_attention_heads", "intermediate_size"} <= inner.keys():
+        raise ConfigError(f"{folder}/config.json does not describe an EAGLE-3 head")
+    inner.setdefault("num_hidden_layers", 1)
+    if inner.get("model_type", "llama") != "llama":
+        raise ConfigError(f"{folder}: layers of type {inner['model_type']!r} are not known here")
+    if "sliding_attention" in (inner.get("layer_types") or ()):
+        raise ConfigError(f"{folder}: a head with a sliding window is not known here")
+    eagle = said.get("eagle_config") or {}
+    if eagle.get("use_aux_hidden_state") is False:
+        raise ConfigError(f"{folder} goes by the last state alone, which is not EAGLE-3")
+    depths = said.get("eagle_aux_hidden_state_layer_ids")
+    if depths is None:
+        depths = list(eagle.get("eagle_aux_hidden_state_layer_ids") or ())
+        if depths[:1] == [1]:  # there the layers themselves are counted, from 0
+            depths = [depth + 1 for depth in depths]
+    depths = tuple(sorted(depths or (2, layers // 2, layers - 3)))
+    hidden = int(said.get("target_hidden_size") or inner["hidden_size"])
+    if hidden != target.hidden_size:
+        raise HeadMismatchError(
+            f"{folder} is a head for states of {hidden} numbers and this model's have "
+            f"{target.hidden_size}: it was trained for another model"
+        )
+    vocabulary = int(inner.get("vocab_size", target.vocab_size))
+    if vocabulary != target.vocab_size:
+        raise HeadMismatchError(
+            f"{folder} is a head for {vocabulary} tokens and this model has {target.vocab_size}: "
+            "it was trained for another model"
+        )
+    if depths[-1] > layers:
+        raise HeadMismatchError(f"{folder} goes by layer {depths[-1]}; this model has {layers}")
+    config = EagleConfig(
+        LlamaConfig(**inner),
+        draft_vocabulary=int(said.get("draft_vocab_size") or vocabulary),
+        depths=depths,
+        target_hidden=hidden,
+        # Where this is left out, the two families mean different things.
+        norm_before_residual=bool(said.get("norm_before_residual", is_ours)),
+        norm_before_fuse=bool(said.get("norm_before_fc") or eagle.get("norm_before_fc")),
+        norm_each=bool(said.get("fc_norm")),
+        norm_output=bool(said.get("norm_output")) and is_ours,
+    )
+    return config, vocabulary
+
+
+def _fill(head: EagleHead, weights: dict[str, Tensor], folder: Path) -> None:
+    needed = head.state_dict()
+    if missing := sorted(needed.keys() - weights.keys()):
+        raise ConfigError(f"{folder} lacks {missing[0]}: it is no whole EAGLE-3 head")
+    if extra := sorted(weights.keys() - needed.keys()):
+        raise ConfigError(f"{folder} holds {extra[0]}, which no EAGLE-3 head known here has")
+    for name, value in weights.items():
+        if value.shape != needed[name].shape:
+            raise ConfigError(
+                f"{folder}: {name} is {list(value.shape)} and by config.json should be "
+                f"{list(needed[name].shape)}"
+            )
+    head.load_state_dict(weights)
+
+
+def save(
+    head: EagleHead, folder: Path, *, with_vocabulary: bool, target: str = "", guesses: int = 5
+) -> None:
+    """The speculators layout. `with_vocabulary` stores the draft vocabulary's rows, as others that
+    serve it need; ours come from the target where they are left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    c = head.config
+    layer = {
+        "model_type": "llama",
+        **{
+            name: getattr(c.layer, name)
+            for name in (
+                "hidden_size",
+                "intermediate_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "vocab_size",
+                "rms_norm_eps",
+                "hidden_act",
+                "max_position_embeddings",
+                "attention_bias",
+                "mlp_bias",
+                "initializer_range",
+            )
+        },
+        "head_dim": c.width,
+        "rope_parameters": dict(c.layer.rope_parameters),
+        "tie_word_embeddings": False,
+    }
+    proposal = {"proposal_type": "greedy", "speculative_tokens": guesses}
+    config = {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": c.draft_vocabulary,
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fuse,
+        "fc_norm": c.norm_each,
+        "norm_output": c.norm_output,
+        "eagle_aux_hidden_state_layer_ids": list(c.depths),
+        "target_hidden_size": None if c.target_hidden == c.layer.hidden_size else c.target_hidden,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "speculators_version": "0.7.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+        "transformer_layer_config": layer,
+    }
+    weights = {
+        name: value.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, value in head.state_dict().items()
+        if name != "tokens" and (with_vocabulary or name != "lm_head.weight")
+    }
+    tokens = head.tokens.cpu()
+    if c.draft_vocabulary != c.layer.vocab_size:
+        weights["d2t"] = tokens - torch.arange(len(tokens))
+        weights["t2d"] = torch.zeros(int(c.layer.vocab_size), dtype=torch.bool)
+        weights["t2d"][tokens] = True
+    part = folder / "model.part"
+    save_file(weights, part)
+    part.replace(folder / WEIGHTS[0])
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")

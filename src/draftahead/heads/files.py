@@ -1,0 +1,62 @@
+"""Files of trained heads: found, read without running code, refused clearly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from draftahead import hub
+from draftahead.errors import ConfigError, ModelNotFoundError
+
+CONFIG = "config.json"
+
+
+def located(source: str | Path, names: Seq[str]) -> Path:
+    """The weights that a file, a folder or a hub id stands for: the first of `names` there."""
+    found = hub.files_of(source, [CONFIG, *names])
+    if found.is_file():
+        return found
+    for name in names:
+        if (found / name).is_file():
+            return found / name
+    raise ModelNotFoundError(f"{source} has none of {', '.join(names)}")
+
+
+def config_beside(weights: Path) -> dict[str, Any]:
+    """What the folder's config.json says; nothing where there is none."""
+    file = weights.parent / CONFIG
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"cannot read {file}: {problem}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return config
+
+
+def tensors_in(weights: Path, wanted: Callable[[list[str]], list[str]]) -> dict[str, Tensor]:
+    """Of all the names in a file those that are `wanted`, on the CPU."""
+    try:
+        if weights.suffix == ".safetensors":
+            with safe_open(weights, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in wanted(list(file.keys()))}
+        held = torch.load(weights, map_location="cpu", weights_only=True)
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as problem:  # of any kind: pickle, torch and safetensors have their own
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise ModelNotFoundError(
+            f"{weights} is damaged or holds more than tensors ({reason}); fetch or train it again"
+        ) from problem
+    if not isinstance(held, dict) or not all(isinstance(v, Tensor) for v in held.values()):
+        raise ModelNotFoundError(f"{weights} holds no tensors by name")
+    return {name: held[name] for name in wanted(list(held))}

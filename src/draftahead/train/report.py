@@ -1,0 +1,34 @@
+"""A training as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftahead.errors import ConfigError
+from draftahead.train.loop import History
+
+
+def draw(history: History, file: Path, speedups: list[float] | None = None) -> None:
+    """Loss, acceptance by depth, acceptance length; with what it would bring here, if known."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("pictures need matplotlib: pip install 'draftahead[bench]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4))
+    left.plot(history.steps, history.losses)
+    left.set(title="loss", xlabel="step")
+    for depth, hits in enumerate(zip(*history.by_depth, strict=True), start=1):
+        middle.plot(history.steps, hits, label=f"guess {depth}")
+    middle.set(title="right, where those before it were", xlabel="step", ylim=(0, 1))
+    middle.legend(fontsize="small")
+    right.plot(history.steps, history.lengths, label="tokens a pass")
+    if speedups is not None:
+        right.plot(history.steps, speedups, linestyle="--", label="times as fast, here")
+    right.set(title="on held-out texts", xlabel="step")
+    right.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

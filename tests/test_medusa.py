@@ -1,0 +1,401 @@
+"""Medusa heads: what they compute, the files they come from, the trees they make."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zoo
+from draftahead import LLM, Sampling, errors
+from draftahead.heads.medusa import (
+    MedusaHeads,
+    hit_rates,
+    likeliest_tree,
+    load_heads,
+    new_heads,
+    save_heads,
+)
+from draftahead.runtime.linear import Int8Linear, rows_of
+from draftahead.sampling import DraftDice, spread
+from draftahead.text import TextTail
+from draftahead.types import Request, Sequence
+from drafted import random_heads
+
+HIDDEN, HEADS = 32, 3
+GREEDY = Sampling(temperature=0, max_tokens=41)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return zoo.tiny("llama")
+
+
+# ------------------------------------------------------------------------------- the module
+
+
+def published(layers: int = 1, *, outputs: bool = True) -> dict[str, torch.Tensor]:
+    """Tensors as FasterDecoding/Medusa names them."""
+    generator = torch.Generator().manual_seed(layers)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    found = {}
+    for head in range(HEADS):
+        for layer in range(layers):
+            found[f"{head}.{layer}.linear.weight"] = normal(HIDDEN, HIDDEN)
+            found[f"{head}.{layer}.linear.bias"] = normal(HIDDEN)
+        if outputs:
+            found[f"{head}.{layers}.weight"] = normal(zoo.VOCABULARY, HIDDEN)
+    return found
+
+
+def reference(tensors: dict[str, torch.Tensor], x: torch.Tensor, target: Any) -> torch.Tensor:
+    """The forward of Medusa's own code: [T, H] -> [T, K, V]."""
+    found = []
+    for head in range(HEADS):
+        y, layer = x, 0
+        while f"{head}.{layer}.linear.weight" in tensors:
+            name = f"{head}.{layer}.linear"
+            y = y + F.silu(y @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"])
+            layer += 1
+        own = tensors.get(f"{head}.{layer}.weight", target.lm_head.weight)
+        found.append(y @ own.T)
+    return torch.stack(found, 1)
+
+
+def as_vllm(tensors: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, held in tensors.items():
+        head, layer, *rest = name.split(".")
+        is_block = rest[0] == "linear"
+        native = (
+            f"blocks.{head}.layers.{layer}.{rest[-1]}" if is_block else f"lm_heads.{head}.weight"
+        )
+        found[native] = held
+    assert len(found) == HEADS * (2 * layers + 1)
+    return found
+
+
+def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: held for name, held in tensors.items()}
+
+
+def same_heads(found: MedusaHeads, tensors: dict[str, torch.Tensor], target: Any) -> None:
+    x = torch.randn(5, HIDDEN, dtype=torch.float64)
+    logits = found.logits(x, found.output_for(target))
+    torch.testing.assert_close(logits, reference(tensors, x, target))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("outputs", [True, False], ids=["matrices", "shared"])
+def test_published_files_give_what_medusas_code_gives(
+    tmp_path: Path, target: Any, layers: int, outputs: bool
+) -> None:
+    tensors = published(layers, outputs=outputs)
+    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
+    # As published: fewer heads than the file has.
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
+    same_heads(load_heads(str(tmp_path), target), tensors, target)
+    save_file(prefixed("medusa_heads.", tensors), tmp_path / "other.safetensors")
+    same_heads(load_heads(tmp_path / "other.safetensors", target), tensors, target)
+
+
+def test_a_whole_models_file_and_vllms_names(tmp_path: Path, target: Any) -> None:
+    tensors = published()
+    whole = prefixed("medusa_head.", tensors)
+    whole["model.norm.weight"] = torch.ones(HIDDEN)
+    whole["lm_head.weight"] = torch.ones(zoo.VOCABULARY, HIDDEN)
+    save_file(whole, tmp_path / "model.safetensors")
+    same_heads(load_heads(tmp_path, target), tensors, target)
+    save_file(as_vllm(tensors, 1), tmp_path / "model.safetensors")
+    same_heads(load_heads(tmp_path, target), tensors, target)
+    # Blocks without a bias, one matrix for all heads, and a map that shortens it.
+    blocks = {k: v for k, v in as_vllm(tensors, 1).items() if k.endswith("layers.0.weight")}
+    tokens, whole_head = torch.tensor([4, 2, 9]), torch.randn(zoo.VOCABULARY, HIDDEN).double()
+    save_file(
+        {**blocks, "lm_head.weight": whole_head, "token_map": tokens},
+        tmp_path / "model.safetensors",
+    )
+    heads = load_heads(tmp_path, target)
+    x = torch.randn(5, HIDDEN, dtype=torch.float64)
+    logits = heads.logits(x, heads.output_for(target))
+    y = x + F.silu(x @ tensors["1.0.linear.weight"].T)
+    torch.testing.assert_close(logits[:, 1], y @ whole_head[tokens].T)
+
+
+def test_what_is_saved_loads_again_and_serves_elsewhere(tmp_path: Path, target: Any) -> None:
+    tokens = torch.arange(1, zoo.VOCABULARY, 2)
+    heads = random_heads(target, HEADS, tokens).double()
+    heads.choices = ((0,), (1,), (0, 0))
+    x = torch.randn(5, HIDDEN, dtype=torch.float64)
+    expected = heads.logits(x, heads.output_for(target))
+    for head in (None, rows_of(target.lm_head, tokens)):
+        save_heads(heads, tmp_path, vocabulary=zoo.VOCABULARY, base="org/name", head=head)
+        again = load_heads(tmp_path, target)
+        assert again.choices == heads.choices
+        torch.testing.assert_close(again.logits(x, again.output_for(target)), expected)
+        assert (again.output_for(target) is None) == (head is not None)
+    names = set(load_file(tmp_path / "medusa_lm_head.safetensors"))
+    blocks = {f"{h}.0.linear.{kind}" for h in range(HEADS) for kind in ("weight", "bias")}
+    assert names == {*blocks, "lm_head.weight", "token_map"}
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "base_model_name_or_path": "org/name",
+        "hidden_size": HIDDEN,
+        "vocab_size": zoo.VOCABULARY,
+        "medusa_num_heads": HEADS,
+        "medusa_num_layers": 1,
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "version": "2",
+        "truncated_vocab_size": len(tokens),
+        "medusa_choices": [[0], [1], [0, 0]],
+    }
+    torch.save(published(2), tmp_path / "two.pt")
+    save_heads(load_heads(tmp_path / "two.pt", target), tmp_path, vocabulary=zoo.VOCABULARY)
+    same_heads(load_heads(tmp_path, target), published(2), target)
+
+
+def test_new_heads_say_what_the_target_says(target: Any) -> None:
+    heads = new_heads(target, 2).double()
+    x = torch.randn(4, HIDDEN, dtype=torch.float64)
+    said = heads.logits(x, heads.output_for(target))
+    torch.testing.assert_close(said, target.lm_head(x)[:, None].expand(-1, 2, -1))
+
+
+def test_some_rows_of_a_rounded_head() -> None:
+    layer = torch.nn.Linear(64, 40, bias=True)
+    ids, x = torch.tensor([3, 39, 0]), torch.randn(2, 64)
+    for whole in (layer, Int8Linear(layer)):
+        torch.testing.assert_close(rows_of(whole, ids)(x), whole(x)[:, ids])
+        assert whole(x).shape == (2, 40)
+
+
+def test_files_that_cannot_be_heads(tmp_path: Path, target: Any) -> None:
+    file = tmp_path / "heads.safetensors"
+
+    def refused(tensors: dict[str, torch.Tensor], says: str) -> None:
+        save_file(tensors, file)
+        with pytest.raises(errors.ConfigError, match=says):
+            LLM(target, {"method": "medusa", "model": str(file)})
+
+    def but(name: str, held: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {**published(), name: held}
+
+    refused({}, "no Medusa heads")
+    refused({"0.1.weight": torch.ones(zoo.VOCABULARY, HIDDEN)}, "no Medusa heads")
+    refused(but("fc.weight", torch.ones(2)), "unknown tensors fc.weight")
+    wide = {"0.0.linear.weight": torch.ones(64, 64), "0.0.linear.bias": torch.ones(64)}
+    refused(wide, "another model.*hidden size is 32")
+    refused({k: v for k, v in published().items() if k != "1.0.linear.weight"}, "incomplete")
+    refused({k: v for k, v in published().items() if k != "1.1.weight"}, "2 output matrices")
+    others = {f"{h}.1.weight": torch.ones(999, HIDDEN) for h in range(HEADS)}
+    refused({**published(), **others}, "999 tokens, and the target has 97")
+    outside = {**published(outputs=False), "token_map": torch.tensor([5, 97])}
+    refused(outside, "outside the target's vocabulary")
+    (tmp_path / "config.json").write_text('{"medusa_choices": [[0, 0]]}')
+    refused(published(), r"\[0, 0\] without \[0\]")
+    (tmp_path / "config.json").write_text("[")
+    refused(published(), "cannot read")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, target: Any) -> None:
+    def refused(source: Any, says: str) -> None:
+        with pytest.raises(errors.ModelNotFoundError, match=says):
+            load_heads(source, target)
+
+    refused(tmp_path, "has none of medusa_lm_head.safetensors")
+    refused(tmp_path / "nowhere", "no folder or file")
+    whole = tmp_path / "medusa_lm_head.pt"
+    torch.save(published(), whole)
+    whole.write_bytes(whole.read_bytes()[:-2000])
+    refused(tmp_path, "damaged")
+    torch.save({"0.0.linear.weight": Path("code")}, whole)  # would run what it names
+    refused(tmp_path, "more than tensors")
+    torch.save([1], whole)
+    refused(tmp_path, "no tensors by name")
+    save_file(published(), tmp_path / "medusa_lm_head.safetensors")
+    cut = (tmp_path / "medusa_lm_head.safetensors").read_bytes()[:-64]
+    (tmp_path / "medusa_lm_head.safetensors").write_bytes(cut)
+    refused(tmp_path, "damaged")
+
+
+def test_options(target: Any) -> None:
+    heads = random_heads(target)
+    for options, says in (
+        ({}, "needs 'model'"),
+        ({"model": 5}, "no Medusa heads"),
+        ({"model": MedusaHeads(64, 2)}, "hidden size of 64"),
+        ({"model": heads, "num_speculative_tokens": 4}, "from 1 to 3"),
+        ({"model": heads, "num_speculative_tokens": 2, "tree": [[0]]}, "not both"),
+        ({"model": heads, "tree": []}, "a list of"),
+        ({"model": heads, "tree": [[]]}, "a list of"),
+        ({"model": heads, "tree": [[0], [True]]}, "a list of"),
+        ({"model": heads, "tree": [[-1]]}, "a list of"),
+        ({"model": heads, "tree": "[[0]]"}, "a list of"),
+        ({"model": heads, "tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "4 deep"),
+        ({"model": heads, "tree": [[0], [1, 0]]}, r"\[1, 0\] without \[1\]"),
+    ):
+        with pytest.raises(errors.ConfigError, match=says):
+            LLM(target, {"method": "medusa", **options})
+
+
+# --------------------------------------------------------------------------------- the tree
+
+
+def closed_trees(nodes: list[tuple[int, ...]], count: int) -> list[tuple[tuple[int, ...], ...]]:
+    return [
+        tree
+        for tree in itertools.combinations(nodes, count)
+        if all(not branch[:-1] or branch[:-1] in tree for branch in tree)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_the_tree_is_the_best_of_all_trees(count: int) -> None:
+    """Candidates out of order and hopeless ones too, as rates on little data are."""
+    chances = [[0.5, 0.2, 0.3], [0.4, 0.0, 0.35], [0.9, 0.05, 0.1]]
+    nodes = [b for depth in (1, 2, 3) for b in itertools.product(range(3), repeat=depth)]
+
+    def worth(tree: Any) -> float:
+        def reached(branch: tuple[int, ...]) -> float:
+            found = 1.0
+            for row, i in zip(chances, branch, strict=False):
+                found *= row[i]
+            return found
+
+        return sum(map(reached, tree))
+
+    found = likeliest_tree(chances, count)
+    best = max(worth(tree) for tree in closed_trees(nodes[:21], count))
+    assert abs(worth([branch for branch, _ in found]) - best) < 1e-12
+    assert abs(sum(chance for _, chance in found) - best) < 1e-12
+    for at, (branch, _) in enumerate(found):
+        assert not branch[:-1] or branch[:-1] in [b for b, _ in found[:at]]
+
+
+def test_a_tree_ends_where_nothing_is_likely() -> None:
+    assert likeliest_tree([[0.5, 0.0], [0.1]], 9) == [((0,), 0.5), ((0, 0), 0.05)]
+    assert likeliest_tree([[0.5, 0.0], [0.1]], 9, least=0.06) == [((0,), 0.5)]
+    assert likeliest_tree([], 9) == []
+
+
+def test_hit_rates_count_who_was_right() -> None:
+    logits = torch.tensor([[[3.0, 2, 1, 0]] * 2, [[0.0, 1, 2, 3]] * 2, [[0.0, 3, 1, 2]] * 2])
+    labels = torch.tensor([[0, 1], [2, -1], [1, 3]])
+    expected = torch.tensor([[2 / 3, 1 / 3], [0, 2 / 3]])
+    torch.testing.assert_close(torch.tensor(hit_rates(logits, labels, 2)), expected)
+
+
+# ------------------------------------------------------------------------------ the drafter
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_an_outlook_over_a_draft_vocabulary(penalty: float) -> None:
+    """Noise and penalties go by the target's ids, whatever the place in the draft vocabulary."""
+    request = Request((3, 50), Sampling(temperature=0.9, repetition_penalty=penalty), seed=1)
+    sequence = Sequence(request, 0, 0, 7, [3, 50], TextTail(lambda ids: ""))
+    dice = DraftDice([sequence], [4], zoo.VOCABULARY, "law")
+    tokens = torch.randperm(zoo.VOCABULARY, generator=torch.Generator().manual_seed(0))[:30]
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
+    paths = [(), (9,)]
+    whole = dice.outlook(spread(logits, tokens, zoo.VOCABULARY), [0, 0], paths, 5)
+    torch.testing.assert_close(dice.outlook(logits, [0, 0], paths, 5, tokens), whole)
+    assert set(whole[1].flatten().tolist()) <= set(tokens.tolist())
+
+
+TOKENS, WIDTH = 61, 64
+
+
+def orbit(dtype: torch.dtype) -> tuple[Any, MedusaHeads]:
+    """A model in which each token is followed by one and the same, and heads that know it."""
+    config = LlamaConfig(
+        vocab_size=TOKENS,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+    follows = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(3))
+    step = torch.zeros(WIDTH, WIDTH)  # a token's place to that of its follower
+    step[follows, torch.arange(TOKENS)] = 1.0
+    for layer in model.model.layers:  # all that a state tells is the token
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    model.model.embed_tokens.weight.copy_(torch.eye(TOKENS, WIDTH))
+    model.lm_head.weight.copy_(5 * step[:TOKENS])
+    heads = MedusaHeads(WIDTH, HEADS)
+    with torch.no_grad():
+        for index, blocks in enumerate(heads.blocks):
+            blocks[0].weight.copy_(3 * torch.linalg.matrix_power(step, index + 1))
+    return model, heads
+
+
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "forward"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_speculative_tokens": 3}, {"tree": [[0], [1], [0, 0], [0, 0, 0]]}],
+    ids=["guided", "drawn", "tree"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_heads_that_know_are_believed(
+    dtype: torch.dtype, options: dict[str, Any], temperature: float
+) -> None:
+    """Every step but the first takes all three guesses: one position off, and none would be. Rows
+    change hands meanwhile: texts end one by one, sisters start from copies."""
+    model, heads = orbit(dtype)
+    llm = LLM(model, {"method": "medusa", "model": heads, **options}, max_batch=3)
+    prompts = [[1], [5, 9, 2, 7], [30, 4], [8] * 11]
+    lengths = (21, 41, 13, 9)
+    samplings = [
+        Sampling(temperature=temperature, max_tokens=length, seed=1, n=2) for length in lengths
+    ]
+    outs = llm.generate(prompts, samplings)
+    plain = LLM(model, "none").generate(prompts, samplings)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    for out, length in zip(outs, [n for n in lengths for _ in range(2)], strict=True):
+        assert out.stats.steps == 1 + (length - 1) // (1 + HEADS)
+        assert out.stats.accepted_at == [out.stats.steps - 1] * HEADS
+
+
+def test_a_conversation_goes_on_from_what_it_holds() -> None:
+    """Keys are reused, and with them states: the prompt's own were not scored for these heads."""
+    model, heads = orbit(torch.float32)
+    llm = LLM(model, {"method": "medusa", "model": heads, "num_speculative_tokens": 3}, max_batch=2)
+    text = [1, 2, 3]
+    for _ in range(3):
+        stream = llm.stream(text, Sampling(temperature=0, max_tokens=9), reuse=True)
+        pieces = list(stream)
+        said = [token for piece in pieces for token in piece.token_ids]
+        assert sum(flag for piece in pieces for flag in piece.drafted) == 6
+        text += [*said, 7]
+
+
+@pytest.mark.usefixtures("generous_policy")
+def test_a_tree_that_came_along_is_the_default(tmp_path: Path) -> None:
+    model, heads = orbit(torch.float32)
+    heads.choices = ((0,), (0, 0), (1,))
+    save_heads(heads, tmp_path, vocabulary=TOKENS)
+    llm = LLM(model, {"method": "medusa", "model": str(tmp_path)})
+    assert llm.engine.drafter.tree == [(0,), (1,), (0, 0)]  # type: ignore[attr-defined]
+    assert llm.engine.drafter.guided  # type: ignore[attr-defined]
+    out = llm.generate([1, 2], GREEDY)[0]
+    assert len(out.stats.drafted_at) == 2  # no deeper than the tree
+    assert out.stats.mean_acceptance_length > 2.5
+    assert max(n for n, steps in enumerate(out.stats.scored, start=1) if steps) <= 4
