@@ -138,13 +138,15 @@ def test_an_exit_and_a_smaller_vocabulary(kind: str) -> None:
         assert torch.allclose(whole, -plain, **near)
     assert not torch.allclose(whole, plain, **near)
     part = Part(model, (0, 1), exit=lambda states: -2 * states, tokens=ids)
-    few = passes.run(nodes, first=1, part=part)
-    assert torch.allclose(few[..., ids], whole[..., ids], rtol=1e-4, atol=1e-4)
-    others = torch.ones(few.shape[-1], dtype=torch.bool)
+    few, best = passes.run(nodes, first=1, part=part), passes.best
+    assert torch.allclose(few, whole[..., ids], rtol=1e-4, atol=1e-4)
+    spread, best = part.spread(few, best)
+    assert torch.equal(spread[..., ids], few)
+    others = torch.ones(spread.shape[-1], dtype=torch.bool)
     others[ids] = False
-    assert few[..., others].eq(-torch.inf).all() and others.sum() == few.shape[-1] - 4
-    if passes.best is not None:
-        assert torch.equal(passes.best, few.argmax(-1))
+    assert spread[..., others].eq(-torch.inf).all() and others.sum() == spread.shape[-1] - 4
+    if best is not None:
+        assert torch.equal(best, spread.argmax(-1))
 
 
 @pytest.mark.parametrize("kind", ["llama_kernels", "gpt2"])
