@@ -19,6 +19,7 @@ from draftahead.errors import ConfigError
 from draftahead.runtime.cpu import CpuDecoder
 from draftahead.runtime.linear import Int8Linear, rows_of
 from draftahead.runtime.shape import Decoder
+from draftahead.sampling import spread
 from draftahead.support import text_config
 
 Exit = Callable[[Tensor], Tensor]  # states [..., H] on their way to the model's last norm
@@ -71,10 +72,10 @@ class Part:
         """What a pass found, over the whole vocabulary: -inf for all others than its tokens."""
         if self.tokens is None:
             return logits, best
-        ids = self.tokens.to(logits.device)
-        found = logits.new_full((*logits.shape[:-1], self.vocabulary), -torch.inf)
-        found[..., ids] = logits
-        return found, None if best is None else torch.where(best < 0, best, ids[best.clamp(min=0)])
+        whole = spread(logits, self.tokens, self.vocabulary)
+        if best is None:
+            return whole, None
+        return whole, torch.where(best < 0, best, self.tokens[best.clamp(min=0)])
 
     # ------------------------------------------------------------------ the model's own forward
 
