@@ -138,20 +138,22 @@ def test_an_exit_and_a_smaller_vocabulary(kind: str) -> None:
         assert torch.allclose(whole, -plain, **near)
     assert not torch.allclose(whole, plain, **near)
     part = Part(model, (0, 1), exit=lambda states: -2 * states, tokens=ids)
-    few = passes.run(nodes, first=1, part=part)
-    assert torch.allclose(few[..., ids], whole[..., ids], rtol=1e-4, atol=1e-4)
-    others = torch.ones(few.shape[-1], dtype=torch.bool)
+    few, best = passes.run(nodes, first=1, part=part), passes.best
+    assert torch.allclose(few, whole[..., ids], rtol=1e-4, atol=1e-4)
+    spread, best = part.spread(few, best)
+    assert torch.equal(spread[..., ids], few)
+    others = torch.ones(spread.shape[-1], dtype=torch.bool)
     others[ids] = False
-    assert few[..., others].eq(-torch.inf).all() and others.sum() == few.shape[-1] - 4
-    if passes.best is not None:
-        assert torch.equal(passes.best, few.argmax(-1))
+    assert spread[..., others].eq(-torch.inf).all() and others.sum() == spread.shape[-1] - 4
+    if best is not None:
+        assert torch.equal(best, spread.argmax(-1))
 
 
 @pytest.mark.parametrize("kind", ["llama_kernels", "gpt2"])
 @torch.no_grad()
 def test_nothing_stays_behind(kind: str) -> None:
     """Neither in the model, nor in the states that are watched, nor in what the rows hold; and a
-    guess that is not finite poisons nobody."""
+    guess that is not finite poisons nobody. (The root is no guess: see below.py.)"""
     model = model_of(kind)
     passes = filled(model)
     passes.watch((1,))
@@ -160,13 +162,41 @@ def test_nothing_stays_behind(kind: str) -> None:
     assert passes.cache.states is not None
     states = passes.cache.states.clone()
     nodes = torch.tensor(TREE)
-    model.get_input_embeddings().weight[nodes[0, 0]] = torch.nan
+    model.get_input_embeddings().weight[nodes[0, 1 if passes.bit_stable else 0]] = torch.nan
     part = Part(model, (0, 1), exit=lambda states: states + 1, tokens=torch.tensor([1, 2]))
     passes.run(nodes, first=1, part=part)
+    passes.run(nodes[:, :2].flip(1), first=1, part=part, ahead=2)
     assert torch.equal(states, passes.cache.states)
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.isfinite(t).all() for t in [*passes.cache.keys, *passes.cache.values])
     assert [list(held) for held in passes.cache.contents] == [[], *TEXTS]
+
+
+@torch.no_grad()
+def test_weights_that_are_replaced_are_noticed() -> None:
+    model = shaped("llama")
+    passes, part = filled(model), Part(model, (0, 1))
+    nodes = torch.tensor(TREE)
+    before = passes.run(nodes, first=1, part=part).clone()
+    linear = model.model.layers[0].mlp.down_proj
+    linear.weight = torch.nn.Parameter(2 * linear.weight, requires_grad=False)
+    for row, text in enumerate(TEXTS, start=1):
+        passes.cache.contents[row].clear()
+        passes.prefill(row, text)
+    after = passes.run(nodes, first=1, part=part).clone()
+    assert passes.bit_stable and not torch.allclose(before, after, atol=1e-2)
+    assert torch.equal(after, filled(model).run(nodes, first=1, part=Part(model, (0, 1))))
+
+
+def test_the_share_of_the_weights() -> None:
+    model = zoo.tiny("llama")
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    head = model.lm_head.weight.numel()
+    assert Part(model, (0, 1, 2)).share == 1
+    assert Part(model, (0, 2)).share == pytest.approx((2 * layer + head) / (3 * layer + head))
+    few = Part(model, (0,), tokens=torch.arange(10))
+    expected = (layer + head * 10 / zoo.VOCABULARY) / (3 * layer + head)
+    assert few.share == pytest.approx(expected)
 
 
 def test_a_part_that_cannot_be() -> None:

@@ -18,6 +18,7 @@ from draftahead.drafters.layer_skip import BUDGET, Search, promise
 from draftahead.heads.exit import ExitAdapter, load_adapter, new_adapter
 from draftahead.parts import Part
 from draftahead.passes import CachedModel
+from test_drafters import tree_of
 from test_runtime import shaped
 
 GREEDY = Sampling(temperature=0, max_tokens=40)
@@ -58,6 +59,22 @@ def test_the_whole_model_accepts_all_of_its_own_guesses(
             assert out.stats.mean_acceptance_length > 2
         else:
             assert out.stats.acceptance_rate > 0.99
+
+
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "forward"])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_the_trunk_of_the_whole_models_tree_is_the_text(kernels: bool, sampling: Sampling) -> None:
+    model = shaped("llama") if kernels else zoo.tiny("llama")
+    prompt = zoo.ragged_prompts(3)[2]
+    text = LLM(model, "none").generate([prompt], sampling)[0].token_ids
+    draft, _ = tree_of(LLM(model, {"method": "early_exit", "layers": 3}), prompt, sampling)
+    at, trunk = 0, []
+    while children := [n for n in range(1, draft.sizes[0]) if draft.above[0][n] == at]:
+        at = children[0]  # the heaviest
+        trunk.append(draft.rows[0][at])
+    assert len(trunk) > 1 and trunk == text[: len(trunk)]
+    assert not draft.is_chain
 
 
 @pytest.mark.usefixtures("generous_policy")
@@ -266,3 +283,4 @@ def test_what_a_part_promises() -> None:
     assert promise(1.0, 1.0) == pytest.approx(1)  # the whole model for itself
     assert promise(0.5, 0.5) == pytest.approx(1)  # one guess: 1.5 tokens in 1.5 passes
     assert promise(1.0, 0.0) == pytest.approx(9)
+    assert promise(0.5, 0.1) == pytest.approx(1.75 / 1.2)  # two guesses

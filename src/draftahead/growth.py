@@ -47,12 +47,18 @@ class Grower:
         return 1 + A_LEVEL * self.deepest
 
     def grow(
-        self, batch: Batch, logits: Tensor, expand: Expand, rooms: Seq[int] | None = None
+        self,
+        batch: Batch,
+        logits: Tensor,
+        expand: Expand,
+        rooms: Seq[int] | None = None,
+        tokens: Tensor | None = None,
     ) -> Draft | None:
-        """`logits` [B, V]: after the roots. `rooms`: the batch's, or 0 for rows without a tree."""
+        """`logits` [B, V]: after the roots. `rooms`: the batch's, or 0 for rows without a tree.
+        `tokens` [D]: what logits over a draft vocabulary are for."""
         rooms = batch.rooms if rooms is None else rooms
         trees = [Tree(root) for root in batch.roots]
-        self._branch(trees, [[0] if room else [] for room in rooms], logits[:, None], batch)
+        self._branch(trees, [[0] if room else [] for room in rooms], logits[:, None], batch, tokens)
         for _ in range(self.deepest - 1):
             frontier = [tree.frontier(room) for tree, room in zip(trees, rooms, strict=True)]
             if not self._pays(trees, frontier, batch):
@@ -61,9 +67,9 @@ class Grower:
             for tree, nodes in zip(trees, frontier, strict=True):
                 tree.expanded += nodes
             width = max(len(tree.expanded) for tree in trees)
-            tokens = torch.tensor([tree.block(width) for tree in trees])
+            block = torch.tensor([tree.block(width) for tree in trees])
             parents = torch.tensor([tree.block_parents(width) for tree in trees])
-            self._branch(trees, frontier, expand(tokens, parents), batch)
+            self._branch(trees, frontier, expand(block, parents), batch, tokens)
             self._note_level(time.perf_counter() - start)
         if not any(tree.tokens[1:] for tree in trees):
             return None
@@ -71,14 +77,19 @@ class Grower:
         return Draft.trees(batch.roots, guesses, [tree.likely[1:] for tree in trees])
 
     def _branch(
-        self, trees: list[Tree], frontier: list[list[int]], logits: Tensor, batch: Batch
+        self,
+        trees: list[Tree],
+        frontier: list[list[int]],
+        logits: Tensor,
+        batch: Batch,
+        ids: Tensor | None,
     ) -> None:
         """Children for the nodes that the pass has just been over; reads back once."""
         at = [(row, node) for row, nodes in enumerate(frontier) for node in nodes]
         rows = [row for row, _ in at]
         places = [trees[row].expanded.index(node) for row, node in at]
         paths = [trees[row].path(node) for row, node in at]
-        weights, tokens = batch.dice.outlook(logits[rows, places], rows, paths, CHILDREN)
+        weights, tokens = batch.dice.outlook(logits[rows, places], rows, paths, CHILDREN, ids)
         found = torch.cat([weights, tokens.to(weights)], -1).tolist()
         for (row, node), children in zip(at, found, strict=True):
             trees[row].add(node, children)

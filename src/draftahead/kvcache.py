@@ -53,6 +53,7 @@ class KVCache:
         # The tokens whose keys each row holds, from slot 0: its length and what it can be
         # reused for.
         self.contents: list[list[int]] = [[] for _ in range(rows)]
+        self.changes = 0  # of what lies in the slots, other than by passes
         self.far = [False] * rows  # which frequencies rotated a row's keys: see passes.py
 
     def watch(self, width: int) -> None:
@@ -91,20 +92,27 @@ class KVCache:
 
         For a chain the kept keys already lie where they belong; a tree's are moved up.
         """
-        base = len(self.contents[row])
-        moved = [(to, node) for to, node in enumerate(path) if to != node]
-        if moved:
-            device = self.keys[0].device
-            to = placed([base + slot for slot, _ in moved], torch.int64, device)
-            come = placed([base + node for _, node in moved], torch.int64, device)
-            for tensor in self._tensors:
-                tensor[row, :, to] = tensor[row, :, come]
+        self.move(row, [(to, node) for to, node in enumerate(path) if to != node])
         self.contents[row].extend(tokens)
+
+    def move(self, row: int, moved: Seq[tuple[int, int]], layers: int | None = None) -> None:
+        """Nodes (to, from) behind the row's length, all of what is stored for them or the keys of
+        the first few layers."""
+        self.changes += 1
+        if not moved:
+            return
+        base, device = len(self.contents[row]), self.keys[0].device
+        to = placed([base + slot for slot, _ in moved], torch.int64, device)
+        come = placed([base + node for _, node in moved], torch.int64, device)
+        some = None if layers is None else [*self.keys[:layers], *self.values[:layers]]
+        for tensor in self._tensors if some is None else some:
+            tensor[row, :, to] = tensor[row, :, come]
 
     def copy_row(self, source: int, to: int) -> None:
         """Row `to` holds what row `source` holds."""
         if source == to:
             return
+        self.changes += 1
         held = len(self.contents[source])
         for tensor in self._tensors:
             tensor[to, :, :held] = tensor[source, :, :held]
@@ -113,6 +121,7 @@ class KVCache:
 
     def clear_row(self, row: int) -> None:
         """Forgets a row whose keys may not be finite: nothing of it may stay behind a mask."""
+        self.changes += 1
         for tensor in self._tensors:
             tensor[row] = 0
         self.contents[row].clear()
@@ -120,6 +129,7 @@ class KVCache:
     def swap_rows(self, one: int, other: int) -> None:
         if one == other:
             return
+        self.changes += 1
         held = max(len(self.contents[one]), len(self.contents[other]))
         for tensor in self._tensors:
             spare = tensor[one, :, :held].clone()

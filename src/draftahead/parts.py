@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from draftahead.errors import ConfigError
 from draftahead.runtime.cpu import CpuDecoder
 from draftahead.runtime.linear import Int8Linear, rows_of
-from draftahead.runtime.shape import Decoder, Scored
+from draftahead.runtime.shape import Decoder
+from draftahead.sampling import spread
 from draftahead.support import text_config
 
 Exit = Callable[[Tensor], Tensor]  # states [..., H] on their way to the model's last norm
@@ -36,7 +37,7 @@ class Part:
         tokens: Tensor | None = None,
     ) -> None:
         """`exit` changes the states behind the last layer. `tokens`: the only ones that the head is
-        asked about, where it is a plain linear layer; the others' logits are -inf."""
+        asked about, and logits are over, where it is a plain linear layer."""
         self._stack = _layers_of(model)
         self.layers = tuple(sorted(set(layers)))
         if not self.layers or self.layers[0] != 0 or self.layers[-1] >= len(self._stack):
@@ -67,17 +68,14 @@ class Part:
             self._kernels = whole, own
         return self._kernels[1]
 
-    def spread(self, found: Scored) -> Scored:
-        """Over the whole vocabulary."""
+    def spread(self, logits: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What a pass found, over the whole vocabulary: -inf for all others than its tokens."""
         if self.tokens is None:
-            return found
-        ids = self.tokens.to(found.logits.device)
-        logits = found.logits.new_full((*found.logits.shape[:-1], self.vocabulary), -torch.inf)
-        logits[..., ids] = found.logits
-        best = found.best
-        if best is not None:
-            best = torch.where(best < 0, best, ids[best.clamp(min=0)])
-        return Scored(logits, best)
+            return logits, best
+        whole = spread(logits, self.tokens, self.vocabulary)
+        if best is None:
+            return whole, None
+        return whole, torch.where(best < 0, best, self.tokens[best.clamp(min=0)])
 
     # ------------------------------------------------------------------ the model's own forward
 

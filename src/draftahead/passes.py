@@ -31,7 +31,6 @@ from draftahead.runtime.shape import (
     Decoder,
     NotThisShapeError,
     Place,
-    Scored,
     is_patched,
     recognise,
 )
@@ -144,8 +143,9 @@ class CachedModel:
         as many as are needed. Returns logits [B, N, V], good until the next pass; without `scored`
         only the keys count, and what is returned does not. The first `real` nodes (of each row,
         if there are several numbers) belong to the text, the others are guesses or padding. `part`:
-        only some of the layers, for guesses alone; nothing is watched. `ahead`: nodes of earlier
-        passes that these follow as a chain, in the slots behind each row's length.
+        only some of the layers, for guesses alone; nothing is watched, and logits are over its
+        tokens. `ahead`: nodes of earlier passes that these follow as a chain, in the slots behind
+        each row's length.
         """
         texts, width = tokens.shape
         held = [len(self.cache.contents[first + b]) + ahead for b in range(texts)]
@@ -203,7 +203,6 @@ class CachedModel:
         found = decoder.run(tokens, held, above, place=place, scored=scored)
         if found is None:
             return None
-        found = found if part is None else part.spread(found)
         self.best = None if found.best is None else found.best[:texts]
         self.top = None if found.top is None else found.top[:texts]
         return found.logits[:texts]
@@ -260,8 +259,8 @@ class CachedModel:
             )
         if watched:
             cache.store(torch.stack([out.hidden_states[depth] for depth in watched], 2))
-        found = Scored(out.logits)
-        return (found if part is None else part.spread(found)).logits
+        logits: Tensor = out.logits
+        return logits
 
     @contextmanager
     def _our_kernels(self, name: str = attention.NAME) -> Iterator[None]:

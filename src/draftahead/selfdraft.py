@@ -24,24 +24,24 @@ class SelfDraft:
 
     def grown(self, batch: Batch, grower: Grower) -> Draft | None:
         """Trees, as far as they pay, with claims."""
-        return grower.grow(batch, self._root(batch)[0], self._scored)
+        root = self._scored(torch.tensor(batch.roots)[:, None])[:, 0]
+        return grower.grow(batch, root, self._scored, tokens=self._part.tokens)
 
     def drawn(self, batch: Batch, count: int) -> None:
         """Chains of so many by the dice, which hold the draft."""
-        draw_chain(batch, min(count, max(batch.rooms)), *self._root(batch), self._feed)
+        first = self._feed(torch.tensor(batch.roots))
+        draw_chain(batch, min(count, max(batch.rooms)), *first, self._feed)
 
     def guessed(self, batch: Batch, count: int) -> Draft:
         """Chains of so many, each token the likeliest."""
-        return guess_chain(batch, min(count, max(batch.rooms)), self._root(batch)[0], self._feed)
+        logits, _ = self._feed(torch.tensor(batch.roots))
+        return guess_chain(batch, min(count, max(batch.rooms)), logits, self._feed)
 
-    def _root(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        return self._feed(torch.tensor(batch.roots))
+    def _scored(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+        return self._passes.run(tokens, parents=parents, part=self._part)
 
     def _feed(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self._passes.run(tokens[:, None], part=self._part, ahead=self._fed)
         self._fed += 1
         best = self._passes.best
-        return logits[:, 0], None if best is None else best[:, 0]
-
-    def _scored(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self._passes.run(tokens, parents=parents, part=self._part)
+        return self._part.spread(logits[:, 0], None if best is None else best[:, 0])

@@ -6,7 +6,7 @@ import copy
 import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from draftahead import tree
 from draftahead.kvcache import KVCache
 from draftahead.runtime import build
+from draftahead.runtime.below import Below
 from draftahead.runtime.linear import Weights, describe, fits
 from draftahead.runtime.shape import (
     LayerParts,
@@ -25,6 +26,7 @@ from draftahead.runtime.shape import (
     require,
 )
 
+Exit = Callable[[Tensor], Tensor]
 MOST_ROWS = 64  # of all nodes of a pass
 TOP = 4  # tokens after each node that a pass names: as in model.h
 
@@ -68,7 +70,9 @@ class Model(ctypes.Structure):
 class Pass(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "real")),
-        *((name, ctypes.c_void_p) for name in ("lengths", "depths", "ancestors", "cos", "sin")),
+        ("lengths", ctypes.c_void_p),
+        ("block", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("which", "depths", "ancestors", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("x", "logits")),
         ("watched", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("watch", "states", "top", "scratch")),
@@ -108,24 +112,33 @@ class CpuDecoder:
         )
         # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
         self.tolerance = 0.05 if self._model.head.scales else 1e-3
-        self._exit: Callable[[Tensor], Tensor] | None = None
+        self._exit: Exit | None = None
+        self._whole: CpuDecoder | None = None  # that this is a part of
+        self._lower = 0  # of how many of the first layers, if of these
+        self._below: Below | None = None
         self._scratch = torch.empty(0)
         self._watch = torch.empty(0, dtype=torch.int64)
 
-    def part(
-        self, layers: Seq[int], exit: Callable[[Tensor], Tensor] | None, head: Any
-    ) -> CpuDecoder:
+    def part(self, layers: Seq[int], exit: Exit | None, head: Any) -> CpuDecoder:
         """The same for some of the layers, over the same cache. `exit`: what becomes of states
         before the last norm. `head`: in the head's place, if there is one."""
         found = copy.copy(self)
         found._layers = (Layer * len(layers))(*(self._layers[index] for index in layers))
-        found._model = Model.from_buffer_copy(self._model)
+        found._model = self._some(0, len(layers))
         found._model.layers = ctypes.addressof(found._layers)
-        found._model.layer_count = len(layers)
         if head is not None:
             found._model.head = describe(head)
         found._exit = exit
         found._watch = torch.empty(0, dtype=torch.int64)
+        found._whole = self
+        found._lower = len(layers) if tuple(layers) == tuple(range(len(layers))) else 0
+        return found
+
+    def _some(self, first: int, count: int) -> Model:
+        """The model with some layers in a row."""
+        found = Model.from_buffer_copy(self._model)
+        found.layers = ctypes.addressof(self._layers) + first * ctypes.sizeof(Layer)
+        found.layer_count = count
         return found
 
     def watch(self, depths: tuple[int, ...]) -> None:
@@ -144,66 +157,113 @@ class CpuDecoder:
         scored: bool = True,
     ) -> Scored:
         """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] if not `scored`."""
-        texts, nodes = tokens.shape
-        depths, ancestors = _shape_of(texts, nodes, parents)
-        deep = torch.tensor(depths)
-        positions = (torch.tensor(lengths)[:, None] + deep).clamp(max=place.last_position)
+        texts, count = tokens.shape
+        parents = parents or [range(-1, count - 1)] * texts
+        whole = self._whole or self
+        below, whole._below = whole._below, None  # any pass may write where it lies
         x = self._shape.embed(tokens).contiguous()
-        turns = self._shape.rotary(x, positions)
-        turns = [part.expand(texts, -1, -1).contiguous() for part in turns]
-        assert turns[0].shape[-1] == self._model.width
-        logits = torch.empty(texts, nodes, self._model.head.out if scored else 0)
-        top = torch.empty(texts, nodes, TOP, dtype=torch.int64)
+        nodes = self._nodes(x, lengths, parents, place)
         watched = len(self._watch)
-        states = torch.empty(texts, nodes, watched, self._shape.hidden) if watched else None
-        at_once = max(1, MOST_ROWS // nodes)
-        for start in range(0, texts, at_once):
-            part = slice(start, min(start + at_once, texts))
-            self._run(
-                x[part],
-                [turn[part] for turn in turns],
-                torch.tensor(lengths[part]),
-                deep[part].to(torch.int32).contiguous(),
-                ancestors[part],
-                (place.first + start, place.real),
-                (logits[part], top[part]) if scored else None,
-                None if states is None else states[part],
-            )
+        states = torch.empty(texts, count, watched, self._shape.hidden) if watched else None
+        logits = torch.empty(texts, count, self._model.head.out if scored else 0)
+        top = torch.empty(texts, count, TOP, dtype=torch.int64)
+        found = (logits, top) if scored else None
+        model = self._model
+        if self._lower:
+            below = Below.before(below, self._lower, self._cache, place.first, lengths)
+            if below is not None and not below.nodes:
+                nodes = nodes._replace(real=1)  # the root, as the whole pass has it
+        elif below is not None and whole is self and scored and place.real == 1 and not watched:
+            come = below.places(self._cache, place.first, tokens.tolist(), parents)
+            if come is not None:
+                x = self._from_above(x, nodes, below, come)
+                model = self._some(below.layers, len(self._layers) - below.layers)
+        self._pass(model, x, nodes, found, states)
+        if self._lower and below is not None:
+            whole._below = below.and_then(tokens.tolist(), parents, x)
         if states is not None:
-            slots = torch.tensor(lengths)[:, None] + torch.arange(nodes)
+            slots = torch.tensor(lengths)[:, None] + torch.arange(count)
             self._cache.store(states, place.first, slots)
         return Scored(logits, top[..., 0], top) if scored else Scored(logits)
 
-    def _run(
+    def _from_above(self, x: Tensor, nodes: Nodes, below: Below, come: list[list[int]]) -> Tensor:
+        """States after the lower layers: of nodes that were there already, and of the others, which
+        go through these layers now. `come`: where each node was, or -1."""
+        count = x.shape[1]
+        for row, places in enumerate(come):
+            moved = [(to, at) for to, at in enumerate(places) if at not in (-1, to)]
+            self._cache.move(nodes.first + row, moved, below.layers)
+        missing = max(row.count(-1) for row in come)
+        # The same number in every row; what is done once more comes to the same.
+        order = [sorted(range(count), key=[at != -1 for at in row].__getitem__) for row in come]
+        which = torch.tensor(order)[:, :missing].contiguous()
+        rows = torch.arange(len(come))[:, None]
+        found = below.states[rows, torch.tensor(come).clamp(min=0)]
+        if missing:
+            some = x[rows, which]
+            self._pass(self._some(0, below.layers), some, nodes.some(which), None, None)
+            found[rows, which] = some
+        return found
+
+    def _nodes(self, x: Tensor, lengths: Seq[int], parents: Seq[Seq[int]], place: Place) -> Nodes:
+        depths = torch.tensor([tree.depths(row) for row in parents])
+        at = torch.tensor(lengths)
+        positions = (at[:, None] + depths).clamp(max=place.last_position)
+        turns = [
+            turn.expand(len(x), -1, -1).contiguous() for turn in self._shape.rotary(x, positions)
+        ]
+        assert turns[0].shape[-1] == self._model.width
+        words = torch.tensor([tree.ancestor_bits(row) for row in parents])
+        return Nodes(place.first, place.real, at, depths.to(torch.int32), words, *turns)
+
+    def _pass(
         self,
+        model: Model,
         x: Tensor,
-        turns: list[Tensor],
-        lengths: Tensor,
-        depths: Tensor,
-        ancestors: list[list[int]],
-        place: tuple[int, int],
+        nodes: Nodes,
         found: tuple[Tensor, Tensor] | None,
         states: Tensor | None,
     ) -> None:
-        rows, nodes = x.shape[:2]
-        threads, model = build.threads(), ctypes.byref(self._model)
-        needed = self._library.draftahead_scratch(model, rows * nodes, threads)
+        """Leaves in x what the rows are after the last layer."""
+        at_once = max(1, MOST_ROWS // x.shape[1])
+        for start in range(0, len(x), at_once):
+            part = slice(start, start + at_once)
+            self._pass_of(
+                model,
+                x[part],
+                nodes.rows(part),
+                None if found is None else (found[0][part], found[1][part]),
+                None if states is None else states[part],
+            )
+
+    def _pass_of(
+        self,
+        model: Model,
+        x: Tensor,
+        nodes: Nodes,
+        found: tuple[Tensor, Tensor] | None,
+        states: Tensor | None,
+    ) -> None:
+        rows, count = x.shape[:2]
+        threads = build.threads()
+        needed = self._library.draftahead_scratch(ctypes.byref(model), rows * count, threads)
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed)
-        words = (ctypes.c_uint64 * (rows * nodes))(*(word for row in ancestors for word in row))
         arguments = Pass(
             rows=rows,
-            nodes=nodes,
-            first=place[0],
-            real=place[1],
-            lengths=lengths.data_ptr(),
-            depths=depths.data_ptr(),
-            ancestors=ctypes.addressof(words),
-            cos=turns[0].data_ptr(),
-            sin=turns[1].data_ptr(),
+            nodes=count,
+            first=nodes.first,
+            real=nodes.real,
+            lengths=nodes.lengths.data_ptr(),
+            block=nodes.depths.shape[1],
+            which=None if nodes.which is None else nodes.which.data_ptr(),
+            depths=nodes.depths.data_ptr(),
+            ancestors=nodes.ancestors.data_ptr(),
+            cos=nodes.cos.data_ptr(),
+            sin=nodes.sin.data_ptr(),
             x=x.data_ptr(),
             logits=None if found is None else found[0].data_ptr(),
-            watched=len(self._watch),
+            watched=0 if states is None else len(self._watch),
             watch=self._watch.data_ptr(),
             states=None if states is None else states.data_ptr(),
             top=None if found is None else found[1].data_ptr(),
@@ -211,22 +271,40 @@ class CpuDecoder:
         )
         if self._exit is not None and found is not None:
             arguments.logits = None  # the layers alone, and then none of them
-            self._library.draftahead_pass(model, ctypes.byref(arguments), threads)
-            x = self._exit(x).contiguous()
-            arguments.x, arguments.logits = x.data_ptr(), found[0].data_ptr()
-            only_head = Model.from_buffer_copy(self._model)
-            only_head.layer_count = 0
-            model = ctypes.byref(only_head)
-        self._library.draftahead_pass(model, ctypes.byref(arguments), threads)
+            self._library.draftahead_pass(ctypes.byref(model), ctypes.byref(arguments), threads)
+            out = self._exit(x.clone()).contiguous()
+            arguments.x, arguments.logits = out.data_ptr(), found[0].data_ptr()
+            model = self._some(0, 0)
+        self._library.draftahead_pass(ctypes.byref(model), ctypes.byref(arguments), threads)
 
 
-def _shape_of(
-    texts: int, nodes: int, parents: Seq[Seq[int]] | None
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Depth of every node, and the set of nodes that lead to it as bits; None for chains."""
-    if parents is None:
-        return [list(range(nodes))] * texts, [tree.ancestor_bits(range(-1, nodes - 1))] * texts
-    return [tree.depths(row) for row in parents], [tree.ancestor_bits(row) for row in parents]
+class Nodes(NamedTuple):
+    """What a pass has to know of its nodes, [B, N]."""
+
+    first: int  # row of the cache
+    real: int
+    lengths: Tensor  # [B]
+    depths: Tensor
+    ancestors: Tensor  # as bits
+    cos: Tensor  # [B, N, width]
+    sin: Tensor
+    which: Tensor | None = None  # [B, U] the only ones that the pass is over
+
+    def rows(self, part: slice) -> Nodes:
+        return Nodes(
+            self.first + part.start,
+            self.real,
+            self.lengths[part],
+            self.depths[part],
+            self.ancestors[part],
+            self.cos[part],
+            self.sin[part],
+            None if self.which is None else self.which[part],
+        )
+
+    def some(self, which: Tensor) -> Nodes:
+        rows = torch.arange(len(which))[:, None]
+        return self._replace(cos=self.cos[rows, which], sin=self.sin[rows, which], which=which)
 
 
 def _layer(layer: LayerParts, keys: Tensor, values: Tensor) -> Layer:

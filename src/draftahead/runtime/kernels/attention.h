@@ -32,9 +32,10 @@ struct Queries {
 // Where a node's ancestors lie, oldest first, itself at the end; returns how many its window holds.
 int64_t ancestors(const Queries& a, int64_t t, int64_t* slots) {
   int64_t found = 0;
-  for (uint64_t bits = a.p.ancestors[t]; bits; bits &= bits - 1) {
+  const int64_t base = a.row * a.p.block, own = base + in_block(a.p, t);
+  for (uint64_t bits = a.p.ancestors[own]; bits; bits &= bits - 1) {
     int64_t other = __builtin_ctzll(bits);
-    int64_t apart = a.p.depths[t] - a.p.depths[a.row * a.p.nodes + other];
+    int64_t apart = a.p.depths[own] - a.p.depths[base + other];
     if (!a.l.window || apart < a.l.window) slots[found++] = a.p.lengths[a.row] + other;
   }
   return found;
@@ -124,7 +125,7 @@ void attend(const Queries& a) {
   const int64_t base = ((a.p.first + a.row) * a.m.key_heads + a.head) * a.m.length * d;
   const float *keys = a.l.keys + base, *values = a.l.values + base;
   // With a window a query goes alone: the others begin elsewhere.
-  const int64_t position = length + a.p.depths[a.node(0)];
+  const int64_t position = length + a.p.depths[a.row * a.p.block + in_block(a.p, a.node(0))];
   const int64_t begin = a.l.window && position >= a.l.window ? position - a.l.window + 1 : 0;
   const int64_t past = length > begin ? length - begin : 0, tile = 4096 / d;
   int64_t slots[64];

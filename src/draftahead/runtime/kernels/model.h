@@ -35,8 +35,10 @@ struct Pass {
   int64_t rows, nodes, first;  // first: of the cache's rows
   int64_t real;                // nodes of a row that belong to its text; behind them are guesses
   const int64_t* lengths;      // [rows] keys each text has already
-  const int32_t* depths;       // [rows][nodes]
-  const uint64_t* ancestors;   // [rows][nodes] bit m: node m leads to this one, itself included
+  int64_t block;               // nodes a row, if these are only some of them
+  const int64_t* which;        // [rows][nodes] which of the block these are, or null: all of it
+  const int32_t* depths;       // [rows][block]
+  const uint64_t* ancestors;   // [rows][block] bit m: node m leads to this one, itself included
   const float *cos, *sin;      // [rows][nodes][width]
   float* x;                    // [rows][nodes][hidden]: embeddings in, the last layer's states out
   float* logits;               // [rows][nodes][vocabulary], or null if only the keys are wanted
@@ -80,6 +82,9 @@ inline void share(int64_t count, int64_t unit, int64_t& from, int64_t& to) {
   to = from + each < count ? from + each : count;
   if (from > count) from = to = count;
 }
+
+// Which node of its row's block the t-th of a pass is.
+inline int64_t in_block(const Pass& p, int64_t t) { return p.which ? p.which[t] : t % p.nodes; }
 
 constexpr int64_t MOST_QUERIES = 16;  // that share the reading of keys and values
 

@@ -62,7 +62,7 @@ void place_keys(const Model& m, const Layer& l, const Pass& p, Buffers& b) {
     float *k = b.k + (t * m.key_heads + h) * d, *v = b.v + (t * m.key_heads + h) * d;
     if (l.k_norm) rms_norm(k, l.k_norm, m.eps, d, k);
     rotate(k, cos, sin, d);
-    int64_t row = t / p.nodes, node = t % p.nodes;
+    int64_t row = t / p.nodes, node = in_block(p, t);
     int64_t slot = p.lengths[row] + node;
     int64_t at = (((p.first + row) * m.key_heads + h) * m.length + slot) * d;
     std::memcpy(l.keys + at, k, d * sizeof(float));
