@@ -140,6 +140,24 @@ class KVCache:
         far[one], far[other] = far[other], far[one]
 
 
+class Tenants:
+    """Which sequence each row of a drafter's own cache is for. Rows follow the batch: what another
+    row holds for a sequence comes along."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self.sequences = [-1] * cache.rows
+
+    def place(self, sequence: int, row: int) -> None:
+        rows = self.sequences
+        if rows[row] != sequence:
+            if sequence in rows:
+                at = rows.index(sequence)
+                self._cache.swap_rows(at, row)
+                rows[at] = rows[row]
+            rows[row] = sequence
+
+
 class LayerWindow:
     """One layer of the cache as one pass sees it: rows [first, first + B), slots [0, live).
 

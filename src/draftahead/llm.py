@@ -106,6 +106,7 @@ class LLM:
             max_context=target.max_context,
             load=self._load,
             successors=hub.successors_of(model),
+            head=hub.head_of(model),
             target=target.passes,
         )
         presets.warn_of_unfollowed(model)

@@ -57,6 +57,7 @@ class Setting:
     max_context: int
     load: Callable[[str], tuple[Any, Any]]  # name -> (model, tokenizer), on this device
     successors: Path | None = None  # a table for `recycle` that comes with the model
+    head: Path | None = None  # a trained EAGLE head that comes with the model
     target: CachedModel | None = None  # the model itself, for drafters that work with parts of it
 
     def own_passes(self, name: str) -> CachedModel:

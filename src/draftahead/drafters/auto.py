@@ -2,8 +2,8 @@
 
 The cheap ones (`suffix`, `recycle`) are asked at every step, and their trees are laid over each
 other: what both propose is likelier, and what one is sure of leaves little for the other's guesses.
-A draft model is asked as well if one is given, wherever its guesses have lately been worth the
-time it takes beyond what the cheap ones promise.
+A draft model is asked as well if one is given, else a trained head if one comes with the model:
+wherever its guesses have lately been worth the time it takes beyond what the cheap ones promise.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Guess:
 class Costly:
     """What a drafter that takes its time is worth: as it was lately, where it was asked."""
 
+    name: str
     drafter: Drafter
     asked: int = 0
     seconds: float = 0.0  # a step
@@ -93,7 +94,10 @@ class Auto(Drafter):
         }
         self.costly: Costly | None = None
         if model is not None:
-            self.costly = Costly(build({"method": "draft_model", "model": model}, setting))
+            drafter = build({"method": "draft_model", "model": model}, setting)
+            self.costly = Costly("draft_model", drafter)
+        elif setting.head is not None and setting.target is not None:
+            self.costly = Costly("eagle", build("eagle", setting))
         self.vocabulary = setting.vocabulary
         self._scored: Counter[str] = Counter()  # guesses, by who proposed them
         self._kept: Counter[str] = Counter()
@@ -112,7 +116,8 @@ class Auto(Drafter):
             not self.guided or self.costly.pays(batch, promised(self._trees, batch))
         ):
             start = time.perf_counter()
-            drafts["draft_model"] = self._ask("draft_model", self.costly.drafter, batch)
+            name = self.costly.name
+            drafts[name] = self._ask(name, self.costly.drafter, batch)
             self._asked_costly = time.perf_counter() - start
             self._trees = self._merged(drafts, batch)
         trees = [[(guess.token, guess.parent) for guess in tree] for tree in self._trees]
@@ -209,7 +214,7 @@ class Auto(Drafter):
         found = [f"guesses kept, by who proposed them: {', '.join(by_name)}"] if by_name else []
         if self.costly:
             found.append(
-                f"the draft model was asked {self.costly.asked} times, lately for "
+                f"{self.costly.name} was asked {self.costly.asked} times, lately for "
                 f"{1e3 * self.costly.seconds:.1f} ms and {self.costly.gain:.2f} tokens a step"
             )
         return found
@@ -217,7 +222,7 @@ class Auto(Drafter):
     def release(self, sequence: Sequence) -> None:
         everyone = [*self.cheap.items()]
         if self.costly:
-            everyone.append(("draft_model", self.costly.drafter))
+            everyone.append((self.costly.name, self.costly.drafter))
         for name, drafter in everyone:
             try:
                 drafter.release(sequence)

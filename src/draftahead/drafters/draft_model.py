@@ -19,6 +19,7 @@ from torch import Tensor
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError, VocabularyMismatchError
 from draftahead.growth import DEEPEST, Grower, draw_chain
+from draftahead.kvcache import Tenants
 from draftahead.passes import CachedModel
 from draftahead.sampling import placed
 from draftahead.support import context_limit
@@ -50,7 +51,7 @@ class DraftModel(Drafter):
             spare=self.grower.most_nodes if self.guided else self.count + 1,
         )
         self._is_larger = setting.vocabulary > self.passes.vocabulary
-        self.rows: list[int] = [-1] * setting.max_batch  # which sequence each cache row is for
+        self._tenants = Tenants(self.passes.cache)
         # Whose draws the rows' contents end with, still unnamed, and from where on.
         self._fed: tuple[Dice, list[int]] | None = None
 
@@ -107,7 +108,7 @@ class DraftModel(Drafter):
         best token if the pass found it."""
         cache, pending = self.passes.cache, []
         for row, sequence in enumerate(batch.sequences):
-            self._place(sequence.id, row)
+            self._tenants.place(sequence.id, row)
             text = sequence.tokens if fits[row] else [0]  # too long for us: the row idles
             held = cache.matched(row, text[:-1])
             if cache.far[row] != self.passes.is_far(len(text)) or len(text) - held > self.count + 1:
@@ -131,15 +132,6 @@ class DraftModel(Drafter):
     def _last(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
         best = self.passes.best
         return logits[:, -1], None if best is None else best[:, -1]
-
-    def _place(self, sequence: int, row: int) -> None:
-        """Rows follow the batch: what another row holds for this sequence comes along."""
-        if self.rows[row] != sequence:
-            if sequence in self.rows:
-                at = self.rows.index(sequence)
-                self.passes.cache.swap_rows(at, row)
-                self.rows[at] = self.rows[row]
-            self.rows[row] = sequence
 
 
 def check_vocabulary(setting: Setting, tokenizer: Any, size: int) -> None:

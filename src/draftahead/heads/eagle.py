@@ -77,14 +77,21 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(inputs, self.key_heads * width, bias=bias)
         self.o_proj = nn.Linear(self.heads * width, int(c.hidden_size), bias=bias)
 
-    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
-        query, key = self._split(self.q_proj(x), self.heads), self._split(self.k_proj(x), 0)
-        value = self._split(self.v_proj(x), 0)
-        mixed = attend(index, _turned(query, *turn), _turned(key, *turn), value)
+    def forward(
+        self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, index: int, wanted: int
+    ) -> Tensor:
+        cos, sin = turn
+        query = _turned(
+            self._split(self.q_proj(x[:, -wanted:]), self.heads),
+            cos[:, :, -wanted:],
+            sin[:, :, -wanted:],
+        )
+        key = _turned(self._split(self.k_proj(x), self.key_heads), cos, sin)
+        mixed = attend(index, query, key, self._split(self.v_proj(x), self.key_heads))
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.view(*x.shape[:2], heads or self.key_heads, -1).transpose(1, 2)
+        return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -115,7 +122,13 @@ class Layer(nn.Module):
         self._is_first, self._norms_residual = is_first, config.norm_before_residual
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, at: int
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        turn: tuple[Tensor, Tensor],
+        attend: Attend,
+        at: int,
+        wanted: int,
     ) -> Tensor:
         if self._is_first:
             normed = self.hidden_norm(hidden)
@@ -123,7 +136,7 @@ class Layer(nn.Module):
             hidden = normed if self._norms_residual else hidden
         else:
             seen = self.input_layernorm(hidden)
-        hidden = hidden + self.self_attn(seen, turn, attend, at)
+        hidden = hidden[:, -wanted:] + self.self_attn(seen, turn, attend, at, wanted)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
@@ -162,14 +175,22 @@ class EagleHead(nn.Module):
         return self.fc(joined)  # type: ignore[no-any-return]
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: int | None = None,
     ) -> Tensor:
         """Embeddings of tokens and features (or earlier outputs) of those before them, both
-        [B, N, H], at positions [B, N] -> what stands in for their own features, [B, N, H]."""
+        [B, N, H], at positions [B, N] -> what stands in for their own features, [B, N, H]: of the
+        last `wanted`, where the others are there for their keys alone."""
         cos, sin = self.rotary(hidden, positions)
-        turn = cos[:, None], sin[:, None]
+        turn, nodes = (cos[:, None], sin[:, None]), hidden.shape[1]
         for index, layer in enumerate(self.layers):
-            hidden = layer(embedded, hidden, turn, attend, index)
+            is_last = index == len(self.layers) - 1
+            asked = wanted if is_last and wanted is not None else nodes
+            hidden = layer(embedded, hidden, turn, attend, index, asked)
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def spoken(self, hidden: Tensor) -> Tensor:

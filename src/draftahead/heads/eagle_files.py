@@ -84,32 +84,41 @@ def _read_config(folder: Path, model: Any) -> tuple[EagleConfig, int]:
         if depths[:1] == [1]:  # there the layers themselves are counted, from 0
             depths = [depth + 1 for depth in depths]
     depths = tuple(sorted(depths or (2, layers // 2, layers - 3)))
-    hidden = int(said.get("target_hidden_size") or inner["hidden_size"])
-    if hidden != target.hidden_size:
-        raise HeadMismatchError(
-            f"{folder} is a head for states of {hidden} numbers and this model's have "
-            f"{target.hidden_size}: it was trained for another model"
-        )
-    vocabulary = int(inner.get("vocab_size", target.vocab_size))
-    if vocabulary != target.vocab_size:
-        raise HeadMismatchError(
-            f"{folder} is a head for {vocabulary} tokens and this model has {target.vocab_size}: "
-            "it was trained for another model"
-        )
-    if depths[-1] > layers:
-        raise HeadMismatchError(f"{folder} goes by layer {depths[-1]}; this model has {layers}")
+    vocabulary = int(inner.setdefault("vocab_size", target.vocab_size))
     config = EagleConfig(
         LlamaConfig(**inner),
         draft_vocabulary=int(said.get("draft_vocab_size") or vocabulary),
         depths=depths,
-        target_hidden=hidden,
+        target_hidden=said.get("target_hidden_size"),
         # Where this is left out, the two families mean different things.
         norm_before_residual=bool(said.get("norm_before_residual", is_ours)),
         norm_before_fuse=bool(said.get("norm_before_fc") or eagle.get("norm_before_fc")),
         norm_each=bool(said.get("fc_norm")),
         norm_output=bool(said.get("norm_output")) and is_ours,
     )
+    check_fits(config, model, str(folder))
     return config, vocabulary
+
+
+def check_fits(config: EagleConfig, model: Any, name: str) -> None:
+    """Refuses a head that was made for another model."""
+    target = model.config.get_text_config(decoder=True)
+    asked = {
+        "states of {} numbers": (config.target_hidden, int(target.hidden_size)),
+        "a vocabulary of {}": (int(config.layer.vocab_size), int(target.vocab_size)),
+    }
+    for what, (its, ours) in asked.items():
+        if its != ours:
+            raise HeadMismatchError(
+                f"{name} was trained for another model: one with {what.format(its)}; this one has "
+                f"{ours}"
+            )
+    layers = int(target.num_hidden_layers)
+    if config.depths[-1] > layers:
+        raise HeadMismatchError(
+            f"{name} was trained for another model: it goes by layer {config.depths[-1]}, and this "
+            f"one has {layers}"
+        )
 
 
 def _fill(head: EagleHead, weights: dict[str, Tensor], folder: Path) -> None:

@@ -98,6 +98,13 @@ def successors_of(model: Any) -> Path | None:
     return file if name is not None and file.exists() else None
 
 
+def head_of(model: Any) -> Path | None:
+    """The trained head that the package has for a model, if it has one."""
+    name = getattr(model, "draftahead_alias", None)
+    folder = Path(__file__).parents[1] / "data" / f"{name}-eagle"
+    return folder if name is not None and folder.exists() else None
+
+
 def cache_root() -> Path:
     """The folder for everything that is kept: $DRAFTAHEAD_CACHE, or the user's cache folder."""
     chosen = os.environ.get("DRAFTAHEAD_CACHE")

@@ -78,14 +78,19 @@ def quantize_model(model: Any) -> None:
         raise ConfigError(f"int8 needs our CPU kernels, and they are missing: {build.problem()}")
     if model.device.type != "cpu":
         raise ConfigError("quantize='int8' works on the CPU; leave it out on a GPU")
-    found = 0
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.in_features % CHUNK == 0:
-                setattr(module, name, Int8Linear(child))
-                found += 1
-    if not found:
+    if not round_linears(model):
         raise ConfigError(f"{type(model).__name__} has no linear layer that int8 could take")
+
+
+def round_linears(module: nn.Module) -> int:
+    """Puts an Int8Linear in place of every linear layer that it can stand for, and counts them."""
+    found = 0
+    for part in list(module.modules()):
+        for name, child in list(part.named_children()):
+            if type(child) is nn.Linear and child.in_features % CHUNK == 0:
+                setattr(part, name, Int8Linear(child))
+                found += 1
+    return found
 
 
 def describe(layer: Any) -> Weights:

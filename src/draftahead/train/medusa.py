@@ -1,5 +1,5 @@
-"""Training Medusa heads (Medusa-1): the target stays as it is, and every head learns what the target
-thinks some tokens later. The best tree is found by how often each head's candidates were right."""
+"""Training Medusa heads (Medusa-1): the target stays as it is, and every head learns what it will
+think some tokens later. The best tree is found by how often each head's candidates were right."""
 
 from __future__ import annotations
 
