@@ -10,6 +10,7 @@ import torch
 
 import zoo
 from draftahead import Batch, Draft, Drafter, drafters
+from draftahead.heads.eagle import EagleHead, new_head
 from draftahead.heads.medusa import MedusaHeads
 
 
@@ -80,6 +81,12 @@ def random_heads(target: Any, count: int = 3, tokens: torch.Tensor | None = None
     return heads
 
 
+def random_head(target: Any) -> EagleHead:
+    """An EAGLE head that knows nothing, with half of the vocabulary."""
+    torch.manual_seed(5)
+    return new_head(target, torch.arange(0, zoo.VOCABULARY, 2), depths=(1, 2)).to(target.dtype)
+
+
 # How each registered drafter is made for a tiny target. A new one must be added here.
 REGISTERED: dict[str, Callable[[Any], Any]] = {
     "none": lambda target: "none",
@@ -97,6 +104,11 @@ REGISTERED: dict[str, Callable[[Any], Any]] = {
         "method": "medusa",
         "model": random_heads(target),
         "num_speculative_tokens": 3,
+    },
+    "eagle": lambda target: {
+        "method": "eagle",
+        "model": random_head(target),
+        "num_speculative_tokens": 4,
     },
     "early_exit": lambda target: {
         "method": "early_exit",
@@ -122,6 +134,8 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
         "model": other(target),
     },
     "draft_model_self_guided": lambda target: {"method": "draft_model", "model": target},
+    "eagle_guided": lambda target: {"method": "eagle", "model": random_head(target)},
+    "auto_eagle": lambda target: {"method": "auto", "head": random_head(target)},
     "medusa_guided": lambda target: {"method": "medusa", "model": random_heads(target)},
     "medusa_tree": lambda target: {
         "method": "medusa",
@@ -140,7 +154,7 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     },
 }
 ALL = {**REGISTERED, **SPECIAL}
-DRAWN = ("draft_model", "draft_model_self", "early_exit", "medusa")  # sample their guesses
+DRAWN = ("draft_model", "draft_model_self", "early_exit", "medusa", "eagle")  # sample their guesses
 
 
 def registered_names() -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftahead.drafters import Drafter, Setting, build, check, positive, register
-from draftahead.errors import DrafterFaultWarning
+from draftahead.errors import ConfigError, DrafterFaultWarning
 from draftahead.rates import Calibration
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
@@ -84,6 +84,7 @@ class Auto(Drafter):
         *,
         num_speculative_tokens: int | None = None,
         model: Any = None,
+        head: Any = None,
         shared_tokens: int = 0,
     ) -> None:
         self.guided = num_speculative_tokens is None
@@ -93,11 +94,14 @@ class Auto(Drafter):
             "recycle": build({"method": "recycle", "shared": shared_tokens > 0}, setting),
         }
         self.costly: Costly | None = None
+        if model is not None and head is not None:
+            raise ConfigError("give auto a 'model' or a 'head' to draft with, not both")
+        head = head if head is not None or model is not None else setting.head
         if model is not None:
             drafter = build({"method": "draft_model", "model": model}, setting)
             self.costly = Costly("draft_model", drafter)
-        elif setting.head is not None and setting.target is not None:
-            self.costly = Costly("eagle", build("eagle", setting))
+        elif head is not None:
+            self.costly = Costly("eagle", build({"method": "eagle", "model": head}, setting))
         self.vocabulary = setting.vocabulary
         self._scored: Counter[str] = Counter()  # guesses, by who proposed them
         self._kept: Counter[str] = Counter()

@@ -11,6 +11,7 @@ So it can be skipped, switched off or faulty for a while and still be right the 
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,10 @@ class HeadPasses:
         keys, width = int(c.num_key_value_heads), head.config.width
         shapes = [LayerShape(keys, width, keys, width)] * int(c.num_hidden_layers)
         length = target.max_context + nodes
-        kind = head.fc.weight.dtype
+        kind = head.norm.weight.dtype
         if target.device.type == "cpu" and build.library() is not None:
-            round_linears(head)  # guesses may be rough; a third of the bytes, a third of the time
+            round_linears(head.float())  # guesses may be rough: a quarter of the bytes to read
+            kind = torch.float32
         self.cache = KVCache(shapes, rows, length, kind, target.device)
         self._tenants = Tenants(self.cache)
         own = getattr(head, "embed_tokens", None)
@@ -233,4 +235,4 @@ def _head(wanted: Any, target: Any) -> EagleHead:
     if not isinstance(wanted, EagleHead):
         raise ConfigError(f"drafter 'eagle': {wanted!r} is no EAGLE head and no path of one")
     eagle_files.check_fits(wanted.config, target, "this head")
-    return wanted
+    return copy.deepcopy(wanted)  # it will be changed

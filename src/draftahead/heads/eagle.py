@@ -222,10 +222,10 @@ def new_head(
     rope = getattr(text, "rope_parameters", None) or {}
     layer = LlamaConfig(
         hidden_size=text.hidden_size,
-        intermediate_size=inner or text.intermediate_size,
+        intermediate_size=inner or getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=text.num_key_value_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         vocab_size=text.vocab_size,
         max_position_embeddings=text.max_position_embeddings,
