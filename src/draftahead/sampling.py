@@ -368,8 +368,11 @@ class DraftDice:
         logits = processed(_fitted(logits, size), contexts)
         settings = [context.sequence.sampling for context in contexts]
         warm = _column([s.temperature or 1.0 for s in settings], logits)
-        likely, ids = (logits / warm).softmax(-1).topk(min(WEIGHED, logits.shape[-1]))
+        seen = count if self._all_greedy else WEIGHED
+        likely, ids = (logits / warm).softmax(-1).topk(min(seen, logits.shape[-1]))
         ids = ids if tokens is None else tokens[ids]
+        if self._all_greedy:  # noise decides nothing
+            return likely, ids
         keys = [target_key(context) for context in contexts]
         arrival = -uniforms_at(keys, ids).log()
         sampled = placed([[not s.greedy] for s in settings], torch.bool, logits.device)

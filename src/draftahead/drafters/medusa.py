@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError
 from draftahead.heads.medusa import Branch, MedusaHeads, checked_tree, likeliest_tree, load_heads
+from draftahead.runtime import build
 from draftahead.runtime.linear import SmallRowLinears
 from draftahead.sampling import placed, spread
 from draftahead.support import text_config
@@ -63,6 +64,7 @@ class Medusa(Drafter):
         self._rows = torch.arange(setting.max_batch, device=setting.device)
         target.watch(self.depths)
 
+    @build.one_thread()
     def propose(self, batch: Batch) -> Draft | None:
         rooms = [
             room if sequence.generated else 0

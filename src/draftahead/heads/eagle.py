@@ -130,14 +130,17 @@ class Layer(nn.Module):
         at: int,
         wanted: int,
     ) -> Tensor:
-        if self._is_first:
-            normed = self.hidden_norm(hidden)
-            seen = torch.cat([self.input_layernorm(embedded), normed], -1)
-            hidden = normed if self._norms_residual else hidden
-        else:
-            seen = self.input_layernorm(hidden)
+        seen, hidden = self.entrance(embedded, hidden)
         hidden = hidden[:, -wanted:] + self.self_attn(seen, turn, attend, at, wanted)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+
+    def entrance(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention looks at, and what the residual starts from."""
+        if not self._is_first:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        seen = torch.cat([self.input_layernorm(embedded), normed], -1)
+        return seen, normed if self._norms_residual else hidden
 
 
 class EagleHead(nn.Module):

@@ -73,6 +73,8 @@ class Pass(ctypes.Structure):
         ("lengths", ctypes.c_void_p),
         ("block", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("which", "depths", "ancestors", "cos", "sin")),
+        ("seen", ctypes.c_void_p),
+        ("keys_only", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("x", "logits")),
         ("watched", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("watch", "states", "top", "scratch")),
@@ -94,7 +96,10 @@ class CpuDecoder:
         require(fits(shape.head), "head")
         self._library, self._shape, self._cache = library, shape, cache
         self._layers = (Layer * len(shape.layers))(
-            *(_layer(layer, cache.keys[i], cache.values[i]) for i, layer in enumerate(shape.layers))
+            *(
+                described(layer, cache.keys[i], cache.values[i])
+                for i, layer in enumerate(shape.layers)
+            )
         )
         self._model = Model(
             layers=ctypes.addressof(self._layers),
@@ -106,7 +111,7 @@ class CpuDecoder:
             inner=shape.inner,
             length=cache.length,
             activation=shape.activation,
-            final_norm=_vector(shape.norm),
+            final_norm=vector(shape.norm),
             head=describe(shape.head),
             eps=shape.eps,
         )
@@ -307,14 +312,14 @@ class Nodes(NamedTuple):
         return self._replace(cos=self.cos[rows, which], sin=self.sin[rows, which], which=which)
 
 
-def _layer(layer: LayerParts, keys: Tensor, values: Tensor) -> Layer:
+def described(layer: LayerParts, keys: Tensor, values: Tensor) -> Layer:
     require(all(fits(linear) for linear in layer.linears.values()), "linear layers")
     return Layer(
         **{name: describe(linear) for name, linear in layer.linears.items()},
-        input_norm=_vector(layer.input_norm),
-        after_norm=_vector(layer.after_norm),
-        q_norm=None if layer.q_norm is None else _vector(layer.q_norm),
-        k_norm=None if layer.k_norm is None else _vector(layer.k_norm),
+        input_norm=vector(layer.input_norm),
+        after_norm=vector(layer.after_norm),
+        q_norm=None if layer.q_norm is None else vector(layer.q_norm),
+        k_norm=None if layer.k_norm is None else vector(layer.k_norm),
         keys=keys.data_ptr(),
         values=values.data_ptr(),
         window=layer.window,
@@ -322,6 +327,6 @@ def _layer(layer: LayerParts, keys: Tensor, values: Tensor) -> Layer:
     )
 
 
-def _vector(weight: Tensor) -> int:
+def vector(weight: Tensor) -> int:
     require(is_plain(weight, torch.float32, "cpu"), "norms")
     return weight.data_ptr()

@@ -40,6 +40,8 @@ struct Pass {
   const int32_t* depths;       // [rows][block]
   const uint64_t* ancestors;   // [rows][block] bit m: node m leads to this one, itself included
   const float *cos, *sin;      // [rows][nodes][width]
+  const float* seen;           // [rows][nodes][inputs of the first q], or null: the normed x
+  int64_t keys_only;           // of the last layer: what follows them is of no use
   float* x;                    // [rows][nodes][hidden]: embeddings in, the last layer's states out
   float* logits;               // [rows][nodes][vocabulary], or null if only the keys are wanted
   int64_t watched;             // states that are asked for
@@ -96,9 +98,15 @@ struct Buffers {
   Barrier* barrier;
 };
 
-int64_t private_size(const Model& m, int64_t count) {
+int64_t widest_input(const Model& m) {
   int64_t widest = m.inner > m.hidden ? m.inner : m.hidden;
   if (m.heads * m.width > widest) widest = m.heads * m.width;
+  if (m.layer_count && m.layers[0].q.in > widest) widest = m.layers[0].q.in;
+  return widest;
+}
+
+int64_t private_size(const Model& m, int64_t count) {
+  int64_t widest = widest_input(m);
   int64_t norm = rounded(count * m.hidden);
   int64_t quantized = rounded(count * widest / 4) + rounded(count * widest / CHUNK) +
                       rounded(count * widest / 4);
@@ -114,8 +122,7 @@ struct Private {
   float* scores;
 
   Private(const Model& m, int64_t count, float* at) {
-    int64_t widest = m.inner > m.hidden ? m.inner : m.hidden;
-    if (m.heads * m.width > widest) widest = m.heads * m.width;
+    int64_t widest = widest_input(m);
     norm = at;
     at += rounded(count * m.hidden);
     q = reinterpret_cast<int8_t*>(at);

@@ -78,15 +78,18 @@ void place_keys(const Model& m, const Layer& l, const Pass& p, Buffers& b) {
 void run_layer(const Model& m, const Layer& l, const Pass& p, Buffers& b, Private& mine) {
   const int64_t count = p.rows * p.nodes;
   int64_t from, to;
-  for (int64_t r = 0; r < count; r++)
-    rms_norm(p.x + r * m.hidden, l.input_norm, m.eps, m.hidden, mine.norm + r * m.hidden);
-  Rows rows = mine.rows_for(l.q, mine.norm, count);
+  const bool is_fed = p.seen && &l == m.layers;
+  if (!is_fed)
+    for (int64_t r = 0; r < count; r++)
+      rms_norm(p.x + r * m.hidden, l.input_norm, m.eps, m.hidden, mine.norm + r * m.hidden);
+  Rows rows = mine.rows_for(l.q, is_fed ? p.seen : mine.norm, count);
   linear_shared(l.q, rows, count, b.q, Then::Store);
   linear_shared(l.k, rows, count, b.k, Then::Store);
   linear_shared(l.v, rows, count, b.v, Then::Store);
   b.barrier->wait();
   place_keys(m, l, p, b);
   b.barrier->wait();
+  if (p.keys_only && &l == m.layers + m.layer_count - 1) return;
   attend_shared(m, l, p, b, mine);
   b.barrier->wait();
   linear_shared(l.o, mine.rows_for(l.o, b.mixed, count), count, p.x, Then::AddTo);

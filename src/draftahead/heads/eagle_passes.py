@@ -1,0 +1,237 @@
+"""Passes of an EAGLE head: over pairs of the text, and over nodes of a tree behind them.
+
+A pair is a state of the target and the token after it. Pair j of a text holds the state of token j,
+lies in slot j of the head's own cache, and says what comes after token j + 1. The last pair is that
+of the text's root. Nodes of a tree follow in the slots behind it; they hold outputs of the head in
+place of states, and are forgotten at the next step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftahead import attention, tree
+from draftahead.heads.eagle import EagleHead
+from draftahead.kvcache import CacheWindow, KVCache, LayerShape, Tenants
+from draftahead.passes import PREFILL_CHUNK, CachedModel
+from draftahead.runtime import build
+from draftahead.runtime.cpu_head import CpuHead
+from draftahead.runtime.linear import round_linears
+from draftahead.runtime.shape import LINEARS, LayerParts, LlamaShape, NotThisShapeError
+from draftahead.sampling import placed
+from draftahead.types import Sequence
+
+AT_ONCE = 16  # pairs that a text may lack and still go with the others'
+CPU_CHUNK = 64  # pairs of a pass by our kernels
+
+
+class HeadPasses:
+    def __init__(self, head: EagleHead, target: CachedModel, rows: int, nodes: int) -> None:
+        """`nodes`: of the largest tree."""
+        self.head, self.target, self.device = head, target, target.device
+        c = head.config.layer
+        keys, width = int(c.num_key_value_heads), head.config.width
+        shapes = [LayerShape(keys, width, keys, width)] * int(c.num_hidden_layers)
+        is_rounded = self.device.type == "cpu" and build.library() is not None
+        if is_rounded:
+            round_linears(head.float())  # guesses may be rough: a quarter of the bytes to read
+        kind = head.norm.weight.dtype
+        length = target.max_context + nodes
+        self.cache = KVCache(shapes, rows, length, kind, self.device)
+        self._kernels = _kernels(head, self.cache) if is_rounded else None
+        self._tenants = Tenants(self.cache)
+        own = getattr(head, "embed_tokens", None)
+        self._embed = target.model.get_input_embeddings() if own is None else own
+        places = torch.arange(length, device=self.device)[None]
+        turns = head.rotary(head.norm.weight[None], places)
+        self._turns = [turn[0] for turn in turns]  # [length, width]
+        # Of the trees under way: their nodes, what became of them, and where their roots lie.
+        self._tokens: list[list[int]] = []
+        self._above: list[list[int]] = []
+        self._roots: list[int] = []
+        self._outputs = torch.empty(0)  # [B, N, H]
+        self.logits = torch.empty(0)  # [B, N, D] after every node
+
+    # ------------------------------------------------------------------------- pairs of the text
+
+    def catch_up(self, sequences: tuple[Sequence, ...], able: list[bool]) -> None:
+        """Feeds every row the pairs that it lacks, its last one at least: the root of a tree. Rows
+        that are not able have none, and get some nonsense."""
+        held, pending = self.cache.contents, []
+        for row, sequence in enumerate(sequences):
+            self._tenants.place(sequence.id, row)
+            tokens = sequence.tokens if able[row] else [0, 0]
+            known = min(self.cache.matched(row, tokens[1:]), len(tokens) - 2)
+            del held[row][known:]
+            if len(tokens) - 1 - known > AT_ONCE:
+                self._read(row, tokens)
+            pending.append(tokens[1 + len(held[row]) :])
+        width, count = max(map(len, pending)), len(pending)
+        block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending])
+        outputs, logits = self._pairs(0, block, [len(row) for row in held[:count]])
+        for row, tokens in enumerate(pending):
+            held[row].extend(tokens)
+        self._roots = [len(row) - 1 for row in held[:count]]
+        if all(len(tokens) == width for tokens in pending):
+            self._outputs, self.logits = outputs[:, -1:], logits[:, -1:]
+        else:
+            last = placed([[len(tokens) - 1] for tokens in pending], torch.int64, self.device)
+            rows = torch.arange(count, device=self.device)[:, None]
+            self._outputs, self.logits = outputs[rows, last], logits[rows, last]
+        self._tokens, self._above = [[-1]] * count, [[-1]] * count
+
+    def _read(self, row: int, tokens: list[int]) -> None:
+        """A new text, or many steps without this drafter: the keys of all pairs but the last."""
+        held, end = self.cache.contents[row], len(tokens) - 2
+        chunk = PREFILL_CHUNK if self._kernels is None else CPU_CHUNK
+        while len(held) < end:
+            part = tokens[1 + len(held) : 1 + min(end, len(held) + chunk)]
+            self._pairs(row, torch.tensor([part]), [len(held)], keys_only=True)
+            held.extend(part)
+
+    def _pairs(
+        self, first: int, tokens: Tensor, held: list[int], *, keys_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, N] of rows from `first` on, each beside the target's state before it."""
+        texts, width = tokens.shape
+        lengths = placed(held, torch.int64, self.device)
+        slots = lengths[:, None] + torch.arange(width, device=self.device)
+        rows = torch.arange(first, first + texts, device=self.device)
+        states = self.target.states(self.head.config.depths, rows, slots)
+        features = self.head.feature(states.to(self.cache.keys[0].dtype))
+        chains = [list(range(-1, width - 1))] * texts
+        return self._run(first, tokens, features, held, chains, range(width), keys_only)
+
+    # ----------------------------------------------------------------------- nodes of the trees
+
+    def go_on(self, tokens: Tensor, parents: Tensor) -> None:
+        """Nodes [B, N] of trees; those that were there before are not computed again."""
+        said, above = tokens.tolist(), parents.tolist()
+        old = len(self._tokens[0])
+        known = min(
+            next((i for i in range(1, old) if (t[i], p[i]) != (u[i], q[i])), old)
+            for t, p, u, q in zip(said, above, self._tokens, self._above, strict=True)
+        )
+        self._nodes(tokens, above, known)
+        self._tokens, self._above = said, above
+
+    def append(self, tokens: Tensor) -> None:
+        """One more node [B] of every chain; it may still be under way on a device."""
+        old = self._outputs.shape[1]
+        block = torch.zeros(len(tokens), old + 1, dtype=torch.int64, device=tokens.device)
+        block[:, -1] = tokens
+        self._nodes(block, [list(range(-1, old))] * len(tokens), old)
+
+    def _nodes(self, tokens: Tensor, above: list[list[int]], known: int) -> None:
+        texts, width = tokens.shape
+        rows = torch.arange(texts, device=self.device)[:, None]
+        outputs, logits = self._outputs[:, :known], self.logits[:, :known]
+        # A node's parent may be new itself where a batch's trees grew unevenly: level by level.
+        start = known
+        while start < width:
+            end = start + 1
+            while end < width and all(row[end] < start for row in above):
+                end += 1
+            parents = placed([row[start:end] for row in above], torch.int64, self.device)
+            part = tokens[:, start:end]
+            hidden = outputs[rows, parents]
+            new, said = self._run(0, part, hidden, self._roots, above, range(start, end))
+            outputs, logits = torch.cat([outputs, new], 1), torch.cat([logits, said], 1)
+            start = end
+        self._outputs, self.logits = outputs, logits
+
+    # ---------------------------------------------------------------------------------- the pass
+
+    def _run(
+        self,
+        first: int,
+        tokens: Tensor,
+        hidden: Tensor,
+        bases: list[int],
+        above: list[list[int]],
+        which: range,
+        keys_only: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Nodes [B, N] beside states or outputs [B, N, H]; they are `which` of blocks that begin in
+        slots `bases` of the rows from `first` on. Returns outputs, and logits [B, N, D]."""
+        embedded = self._embed(tokens.to(self.device)).to(hidden.dtype)
+        depths = [tree.depths(row) for row in above]
+        texts, nodes = tokens.shape
+        if self._kernels is not None and self._kernels.takes(texts, nodes, len(above[0])):
+            at = [[base + row[i] for i in which] for base, row in zip(bases, depths, strict=True)]
+            seen, x = self.head.layers[0].entrance(embedded, hidden)  # type: ignore[operator]
+            x = x.clone(memory_format=torch.contiguous_format)
+            turns = tuple(turn[torch.tensor(at)] for turn in self._turns)
+            logits = self._kernels.run(
+                x,
+                seen.contiguous(),
+                turns,
+                first=first,
+                lengths=bases,
+                depths=depths,
+                ancestors=[tree.ancestor_bits(row) for row in above],
+                which=None if len(which) == len(above[0]) else [list(which)] * len(above),
+                keys_only=keys_only,
+            )
+            return (self.head.norm(x) if self.head.config.norm_output else x), logits
+        base = placed(bases, torch.int64, self.device)
+        deep = placed(depths, torch.int64, self.device)
+        places = slice(which.start, which.stop)
+        ancestors = tree.ancestors(placed(above, torch.int64, self.device))
+        live = max(bases) + which.stop
+        mask = attention.distances(base, deep, ancestors, live)[:, :, places]
+        slots = base[:, None] + torch.arange(which.start, which.stop, device=self.device)
+        window = CacheWindow(self.cache, first, slots, live, real=0)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = window.update(key, value, layer)
+            seen = mask[:, :, -query.shape[2] :]
+            mixed, _ = attention.grouped_attention(self.head, query, keys, values, seen)
+            return mixed.transpose(1, 2)
+
+        wanted = 1 if keys_only else len(which)
+        positions = (base[:, None] + deep)[:, places]
+        out: Tensor = self.head(embedded, hidden, positions, attend, wanted)
+        return out, out if keys_only else self.head.logits(out)
+
+
+def _kernels(head: EagleHead, cache: KVCache) -> CpuHead | None:
+    """The head's layers as our CPU kernels take them, if they do."""
+    c = head.config
+    layers, stack = [], list[Any](head.layers)
+    for layer in stack:
+        parts = [getattr(layer.self_attn, f"{name}_proj") for name in LINEARS[:4]]
+        parts += [getattr(layer.mlp, f"{name}_proj") for name in LINEARS[4:]]
+        layers.append(
+            LayerParts(
+                linears=dict(zip(LINEARS, parts, strict=True)),
+                input_norm=layer.input_layernorm.weight,
+                after_norm=layer.post_attention_layernorm.weight,
+                q_norm=None,
+                k_norm=None,
+                window=0,
+                scaling=c.width**-0.5,
+            )
+        )
+    shape = LlamaShape(
+        model=head,
+        embed=None,
+        rotary=None,
+        layers=layers,
+        norm=head.norm.weight,
+        head=head.lm_head,
+        eps=float(c.layer.rms_norm_eps),
+        heads=int(c.layer.num_attention_heads),
+        key_heads=int(c.layer.num_key_value_heads),
+        width=c.width,
+        hidden=int(c.layer.hidden_size),
+        inner=int(c.layer.intermediate_size),
+        activation=0,
+    )
+    try:
+        return CpuHead(shape, cache)
+    except NotThisShapeError:
+        return None
