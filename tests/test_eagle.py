@@ -1,0 +1,184 @@
+"""The EAGLE drafter: what it feeds its head, and that this is what the head was trained on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import drafted
+import zoo
+from draftahead import LLM, Sampling, errors
+from draftahead.drafters.eagle import Eagle
+from draftahead.heads.eagle import EagleHead, new_head
+from draftahead.runtime import build
+
+GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+TREE = [[-1, 0, 0, 1, 1, 2, 3]]
+KERNELS = [True, False]
+
+
+def wide() -> Any:
+    """A target whose widths int8 takes."""
+    config = LlamaConfig(
+        vocab_size=zoo.VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=None,
+    )
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.copy_(0.25 * torch.randn_like(parameter) + (parameter.ndim == 1))
+    return model
+
+
+def causal(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def outputs_along(head: EagleHead, model: Any, text: list[int], path: list[int]) -> torch.Tensor:
+    """What the head makes of guesses behind a text, one by one, as the paper has it. Returns the
+    logits after the root and after each guess, [1 + guesses, D]."""
+    ids = torch.tensor([text])
+    told = model(ids, output_hidden_states=True).hidden_states
+    states = torch.stack([told[depth] for depth in head.config.depths], 2)
+    embed = model.get_input_embeddings()
+    hidden = head.feature(states[:, :-1])
+    tokens = ids[:, 1:]
+    found = []
+    for guess in [*path, 0]:
+        places = torch.arange(tokens.shape[1])[None]
+        out = head(embed(tokens), hidden, places, causal)
+        found.append(head.logits(out[0, -1]))
+        hidden = torch.cat([hidden, out[:, -1:]], 1)
+        tokens = torch.cat([tokens, torch.tensor([[guess]])], 1)
+    return torch.stack(found)
+
+
+def made(kernels: bool, monkeypatch: pytest.MonkeyPatch, rows: int = 3) -> tuple[Any, LLM, Eagle]:
+    """With a head that is not rounded, by our kernels or by torch."""
+    if kernels and build.library() is None:
+        pytest.skip("no compiler")
+    monkeypatch.setattr("draftahead.heads.eagle_passes.round_linears", lambda head: 0)
+    if not kernels:
+        monkeypatch.setattr("draftahead.heads.eagle_passes._kernels", lambda head, cache: None)
+    model = wide()
+    torch.manual_seed(1)
+    head = new_head(model, torch.arange(0, zoo.VOCABULARY, 2), depths=(1, 2), layers=2)
+    llm = LLM(model, {"method": "eagle", "model": head}, max_batch=rows)
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, Eagle)
+    assert (drafter.passes._kernels is not None) == kernels
+    return model, llm, drafter
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@torch.no_grad()
+def test_nodes_of_a_tree_are_what_the_head_says_along_their_paths(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different lengths, trees that grow, a node at a time or more."""
+    model, llm, drafter = made(kernels, monkeypatch)
+    prompts = zoo.ragged_prompts(3)
+    for prompt in prompts:
+        llm.engine.add(llm._request(prompt, GREEDY))
+    llm.engine._admit()
+    batch = llm.engine._batch()
+    with torch.inference_mode():
+        drafter.passes.catch_up(batch.sequences, [True] * 3)
+        guesses = torch.tensor([[0, 9, 4, 7, 2, 5, 8]]) + torch.arange(3)[:, None]
+        for count in (2, 3, 6, 7):
+            drafter.passes.go_on(guesses[:, :count], torch.tensor(TREE * 3)[:, :count])
+        found = drafter.passes.logits
+    for row, prompt in enumerate(prompts):
+        for node in range(7):
+            path: list[int] = []
+            at = node
+            while at > 0:
+                path.insert(0, int(guesses[row, at]))
+                at = TREE[0][at]
+            expected = outputs_along(drafter.head, model, prompt, path)[-1]
+            assert torch.allclose(found[row, node], expected, atol=1e-4), (row, node)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_what_was_missed_is_made_up_for(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked at every step, or not for a while: after the same text it says the same."""
+    _, llm, drafter = made(kernels, monkeypatch)
+    fresh = copy.copy(drafter)
+    for prompt in (zoo.ragged_prompts(1)[0] * 3, zoo.ragged_prompts(2)[1]):
+        llm.engine.add(llm._request(prompt, Sampling(temperature=0, max_tokens=40)))
+    steps = 0
+    while llm.engine.scheduler.waiting or llm.engine.scheduler.running:
+        llm.engine.step()
+        steps += 1
+        if steps % 4 == 0 and llm.engine.scheduler.running:
+            batch = llm.engine._batch()
+            able = [True] * len(batch.sequences)
+            fresh.passes = type(drafter.passes)(drafter.head, llm.engine.target.passes, 3, 17)
+            with torch.inference_mode():
+                for one in (drafter, fresh):
+                    one.passes.catch_up(batch.sequences, able)
+            assert torch.allclose(drafter.passes.logits, fresh.passes.logits, atol=1e-4)
+    assert steps > 8
+
+
+def test_a_rounded_head_says_nearly_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 on the CPU: other guesses now and then, the same text always."""
+    if build.library() is None:
+        pytest.skip("no compiler")
+    model = wide()
+    head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 2))
+    llm = LLM(model, {"method": "eagle", "model": head, "num_speculative_tokens": 3})
+    rounded = llm.engine.drafter.head  # type: ignore[attr-defined]
+    hidden = torch.randn(4, 64)
+    with torch.no_grad():
+        gap = (rounded.logits(hidden) - head.logits(hidden)).norm() / head.logits(hidden).norm()
+    assert 0 < gap < 0.03
+    prompt = zoo.ragged_prompts(1)[0]
+    assert llm.generate(prompt, GREEDY)[0].token_ids == zoo.reference(model, prompt, 12)
+    assert type(head.fc) is torch.nn.Linear  # the caller's own head stays as it was
+
+
+def test_a_text_of_one_token_has_no_state_to_start_from() -> None:
+    model = zoo.tiny("llama")
+    llm = LLM(model, {"method": "eagle", "model": drafted.random_head(model)}, max_batch=2)
+    outs = llm.generate([[5], [1, 2, 3]], GREEDY)
+    for out, prompt in zip(outs, ([5], [1, 2, 3]), strict=True):
+        assert out.token_ids == zoo.reference(model, prompt, 12)
+
+
+def test_wrong_heads_are_refused() -> None:
+    model = zoo.tiny("llama")
+    with pytest.raises(errors.ConfigError, match="needs 'model'"):
+        LLM(model, "eagle")
+    with pytest.raises(errors.ConfigError, match="no EAGLE head and no path"):
+        LLM(model, {"method": "eagle", "model": 3})
+    other = wide()
+    with pytest.raises(errors.HeadMismatchError, match="trained for another model"):
+        LLM(model, {"method": "eagle", "model": drafted.random_head(other)})
+    with pytest.raises(errors.ConfigError, match="not both"):
+        head = drafted.random_head(model)
+        LLM(model, {"method": "auto", "model": model, "head": head})
+
+
+@pytest.mark.model
+def test_the_head_that_comes_with_smollm2_is_good() -> None:
+    """Well above one guess a step, on a prompt of ours; and the text is plain decoding's."""
+    prompt = [{"role": "user", "content": "What is the capital of France, and why is it known?"}]
+    sampling = Sampling(temperature=0, max_tokens=48)
+    plain = LLM("smollm2", "none").chat(prompt, sampling)
+    out = LLM("smollm2", {"method": "eagle", "num_speculative_tokens": 5}).chat(prompt, sampling)
+    assert out.token_ids == plain.token_ids
+    assert out.stats.mean_acceptance_length > 2
