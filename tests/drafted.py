@@ -135,6 +135,7 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     },
     "draft_model_self_guided": lambda target: {"method": "draft_model", "model": target},
     "eagle_guided": lambda target: {"method": "eagle", "model": random_head(target)},
+    "eagle_tree": lambda target: {"method": "eagle", "model": random_head(target), "tree": 9},
     "auto_eagle": lambda target: {"method": "auto", "head": random_head(target)},
     "medusa_guided": lambda target: {"method": "medusa", "model": random_heads(target)},
     "medusa_tree": lambda target: {

@@ -36,15 +36,15 @@ class Grower:
     """Grows a tree for every text, always from the nodes that the law makes the likeliest (after
     EAGLE-2, Li et al., arXiv 2406.16858), and keeps in mind what a level takes."""
 
-    def __init__(self, deepest: int = DEEPEST) -> None:
-        self.deepest = deepest
+    def __init__(self, deepest: int = DEEPEST, a_level: int = A_LEVEL) -> None:
+        self.deepest, self.a_level = deepest, a_level
         self.level_seconds = 0.0  # of one more level, as of late
         self.levels = 0  # that this is known from
 
     @property
     def most_nodes(self) -> int:
         """Of the trees that `expand` is asked for."""
-        return 1 + A_LEVEL * self.deepest
+        return 1 + self.a_level * self.deepest
 
     def grow(
         self,
@@ -60,7 +60,9 @@ class Grower:
         trees = [Tree(root) for root in batch.roots]
         self._branch(trees, [[0] if room else [] for room in rooms], logits[:, None], batch, tokens)
         for _ in range(self.deepest - 1):
-            frontier = [tree.frontier(room) for tree, room in zip(trees, rooms, strict=True)]
+            frontier = [
+                tree.frontier(room, self.a_level) for tree, room in zip(trees, rooms, strict=True)
+            ]
             if not self._pays(trees, frontier, batch):
                 break
             start = time.perf_counter()
@@ -148,14 +150,14 @@ class Tree:
             node = self.parents[node]
         return tuple(reversed(found))
 
-    def frontier(self, room: int) -> list[int]:
+    def frontier(self, room: int, most: int) -> list[int]:
         """The likeliest nodes that can have children and have none."""
         leaves = [
             node
             for node in range(1, len(self.tokens))
             if node not in self.expanded and self.depths[node] < room
         ]
-        return sorted(sorted(leaves, key=lambda node: -self.likely[node])[:A_LEVEL])
+        return sorted(sorted(leaves, key=lambda node: -self.likely[node])[:most])
 
     def block(self, width: int) -> list[int]:
         tokens = [self.tokens[node] for node in self.expanded]
@@ -197,3 +199,19 @@ def guess_chain(batch: Batch, count: int, logits: Tensor, feed: Feed) -> Draft:
             logits, _ = feed(tokens)
     guesses = [chain[:room] for chain, room in zip(chains, batch.rooms, strict=True)]
     return Draft.chains(batch.roots, guesses)
+
+
+def likeliest_part(draft: Draft, roots: Seq[int], count: int) -> Draft:
+    """Of every tree the guesses that are the likeliest by its claims, without those claims: asked
+    for as they are."""
+    assert draft.claims is not None
+    trees = []
+    for row, claims in enumerate(draft.claims):
+        ranked = sorted(range(len(claims)), key=lambda i: (-claims[i], i))
+        place = {0: 0}
+        tree: list[tuple[int, int]] = []
+        for node in sorted(i + 1 for i in ranked[:count]):
+            tree.append((draft.rows[row][node], place[draft.above[row][node]]))
+            place[node] = len(tree)
+        trees.append(tree)
+    return Draft.trees(roots, trees)

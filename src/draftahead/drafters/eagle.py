@@ -1,7 +1,7 @@
 """An EAGLE-3 head drafts from the target's own states (Li et al., arXiv 2503.01840).
 
-Asked for a number of guesses, it draws a chain of so many. Left to itself it grows a tree as far as
-its time pays.
+Asked for a number of guesses, it draws a chain of so many; asked for a `tree` of so many, it takes
+the likeliest it finds. Left to itself it grows a tree as far as its time pays.
 
 The target's states of every token lie in the target's cache. The head keeps keys of its own for the
 pairs of a state and the token after it, and makes up at each step for those it lacks: what the
@@ -12,6 +12,7 @@ So it can be skipped, switched off or faulty for a while and still be right the 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError
-from draftahead.growth import DEEPEST, Grower, draw_chain
+from draftahead.growth import DEEPEST, Grower, draw_chain, likeliest_part
 from draftahead.heads import eagle_files
 from draftahead.heads.eagle import EagleHead
 from draftahead.heads.eagle_passes import HeadPasses
@@ -28,19 +29,30 @@ from draftahead.runtime import build
 from draftahead.sampling import spread
 from draftahead.types import Batch, Draft
 
+A_LEVEL = 4  # nodes that a tree of a fixed size goes on from at each level
+
 
 @register("eagle", synonyms=("eagle3",))
 class Eagle(Drafter):
     def __init__(
-        self, setting: Setting, *, model: Any = None, num_speculative_tokens: int | None = None
+        self,
+        setting: Setting,
+        *,
+        model: Any = None,
+        num_speculative_tokens: int | None = None,
+        tree: int | None = None,
     ) -> None:
-        self.guided = num_speculative_tokens is None
+        if tree is not None and num_speculative_tokens is not None:
+            raise ConfigError("give eagle 'tree' or 'num_speculative_tokens', not both")
         self.count = positive("num_speculative_tokens", num_speculative_tokens, default=DEEPEST)
-        self.grower = Grower(self.count)
+        # Guesses of a tree that is scored as it is.
+        self.tree = None if tree is None else positive("tree", tree)
+        self.guided = num_speculative_tokens is None and tree is None
+        self.grower = Grower(self.count) if tree is None else Grower(self.count, A_LEVEL)
         self.target = setting.own_passes("eagle")
         self.head = _head(model if model is not None else setting.head, self.target.model)
         self.target.watch(self.head.config.depths)
-        nodes = self.grower.most_nodes if self.guided else 1 + self.count
+        nodes = max(self.grower.most_nodes, 1 + self.count)
         self.passes = HeadPasses(self.head, self.target, setting.max_batch, nodes)
         whole = len(self.head.tokens) == self.target.vocabulary
         self._spoken = None if whole else self.head.tokens
@@ -56,6 +68,10 @@ class Eagle(Drafter):
         logits = self.passes.logits[:, 0]
         if self.guided:
             return self.grower.grow(batch, logits, self._expand, rooms, self._spoken)
+        if self.tree is not None:
+            free = dataclasses.replace(batch, price=None)
+            draft = self.grower.grow(free, logits, self._expand, rooms, self._spoken)
+            return None if draft is None else likeliest_part(draft, batch.roots, self.tree)
         going = None if all(rooms) else torch.tensor([room > 0 for room in rooms])
         logits = self._spread(logits)
         draw_chain(batch, min(self.count, max(rooms)), logits, None, self._feed, going)
