@@ -138,6 +138,11 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     "eagle_tree": lambda target: {"method": "eagle", "model": random_head(target), "tree": 9},
     "auto_eagle": lambda target: {"method": "auto", "head": random_head(target)},
     "medusa_guided": lambda target: {"method": "medusa", "model": random_heads(target)},
+    "medusa_likeliest": lambda target: {
+        "method": "medusa",
+        "model": random_heads(target),
+        "tree": 7,
+    },
     "medusa_tree": lambda target: {
         "method": "medusa",
         "model": random_heads(target, 2, torch.arange(0, zoo.VOCABULARY, 3)),

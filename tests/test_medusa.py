@@ -243,6 +243,7 @@ def test_options(target: Any) -> None:
         ({"model": heads, "num_speculative_tokens": 4}, "from 1 to 3"),
         ({"model": heads, "num_speculative_tokens": 2, "tree": [[0]]}, "not both"),
         ({"model": heads, "tree": []}, "a list of"),
+        ({"model": heads, "tree": 0}, "from 1 to"),
         ({"model": heads, "tree": [[]]}, "a list of"),
         ({"model": heads, "tree": [[0], [True]]}, "a list of"),
         ({"model": heads, "tree": [[-1]]}, "a list of"),

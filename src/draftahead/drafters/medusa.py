@@ -41,7 +41,7 @@ class Medusa(Drafter):
         *,
         model: Any = None,
         num_speculative_tokens: int | None = None,
-        tree: list[list[int]] | None = None,
+        tree: int | list[list[int]] | None = None,
     ) -> None:
         target = setting.target
         assert target is not None
@@ -53,10 +53,13 @@ class Medusa(Drafter):
             if tree is not None:
                 raise ConfigError("give medusa 'tree' or 'num_speculative_tokens', not both")
             self.count = positive("num_speculative_tokens", num_speculative_tokens, len(heads))
-        # A tree that was asked for is scored as it is, one that came along as far as it pays.
-        given = checked_tree("tree", tree, len(heads)) if tree is not None else None
-        self.guided = self.count is None and given is None
-        self.tree = given or list(heads.choices)
+        # A tree that was asked for is scored as it is: of a shape, or of a number of guesses. One
+        # that came along is scored as far as it pays.
+        self.guided = self.count is None and tree is None
+        self.nodes = positive("tree", tree) if isinstance(tree, int) else NODES
+        self.tree = list(heads.choices) if tree is None else []
+        if tree is not None and not isinstance(tree, int):
+            self.tree = checked_tree("tree", tree, len(heads))
         self.candidates = 1 + max((max(branch) for branch in self.tree), default=CANDIDATES - 1)
         self.head = heads.output_for(target.model)
         parts = [heads] if self.head is None else [heads, self.head]
@@ -130,7 +133,7 @@ class Medusa(Drafter):
     def _shape(self, chances: list[list[float]]) -> list[tuple[Branch, float]]:
         """The nodes of one text's tree, and how likely each is reached and right."""
         if not self.tree:
-            return likeliest_tree(chances, NODES, LEAST)
+            return likeliest_tree(chances, self.nodes, LEAST if self.guided else 0.0)
         return [
             (branch, math.prod(row[i] for row, i in zip(chances, branch, strict=False)))
             for branch in self.tree
