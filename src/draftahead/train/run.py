@@ -35,7 +35,14 @@ class Material:
     processes: PartialState  # `accelerate launch` starts several, each with a GPU
 
     def blocks(
-        self, depths: Seq[int], *, tokens: int, longest: int, keep: int, seed: int
+        self,
+        depths: Seq[int],
+        *,
+        tokens: int,
+        longest: int,
+        keep: int,
+        folder: Path | None,
+        seed: int,
     ) -> Blocks:
         """This process's part of the texts."""
         share = (self.processes.process_index, self.processes.num_processes)
@@ -47,6 +54,7 @@ class Material:
             longest=longest,
             seed=seed,
             keep=keep,
+            folder=folder,
             share=share,
         )
 
