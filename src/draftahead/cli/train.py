@@ -162,6 +162,7 @@ class Training:
             f"({len(blocks)} blocks), {len(material.held_out)} texts to test on; "
             f"{size / 1e6:.1f}M weights",
             highlight=False,
+            soft_wrap=True,
         )
         history = trained(
             material,
@@ -170,7 +171,7 @@ class Training:
             plan,
             self.out,
             resume=self.resume,
-            told=lambda line: notes.print(line, highlight=False),
+            told=lambda line: notes.print(line, highlight=False, soft_wrap=True),
         )
         material.processes.destroy_process_group()
         if is_main:

@@ -199,21 +199,22 @@ class Loop:
             if weight.grad is None:  # nothing in these blocks spoke of it
                 weight.grad = torch.zeros_like(weight)
         self._reduce([total, *(p.grad for p in self.weights if p.grad is not None)])
-        nn.utils.clip_grad_norm_(self.weights, self.plan.clip)
+        norm = nn.utils.clip_grad_norm_(self.weights, self.plan.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.average.update()
-        return total
+        return total + 0.0 * norm  # not finite if one of the two is not
 
     def _checked(self, losses: Tensor, usual: float) -> float:
         """The usual loss, if this one is in order."""
         now = float(losses.mean())
         wrong = not math.isfinite(now)
         if wrong or (usual and self.step > SETTLED and now > EXPLODED * usual):
-            kept = f"; the weights of {self.folder} are the last good ones" if self.best else ""
+            before = f" (it was about {usual:.3g})" if usual else ""
+            kept = f"; the weights in {self.folder} are the last good ones" if self.best else ""
             raise TrainingError(
-                f"the loss became {now:.3g} at step {self.step} (it was about {usual:.3g}): "
-                f"lower the rate, or warm up for longer{kept}"
+                f"the loss or its gradient became {now:.3g} by step {self.step}{before}: lower the "
+                f"rate, or warm up for longer{kept}"
             )
         return now if not usual else 0.7 * usual + 0.3 * now
 
