@@ -117,10 +117,10 @@ def check_fits(config: EagleConfig, model: Any, name: str) -> None:
                 f"{ours}"
             )
     layers = int(target.num_hidden_layers)
-    if config.depths[-1] > layers:
+    if strange := [depth for depth in config.depths if not 1 <= depth <= layers]:
         raise HeadMismatchError(
-            f"{name} was trained for another model: it goes by layer {config.depths[-1]}, and this "
-            f"one has {layers}"
+            f"{name} was trained for another model: it goes by layer {strange[0]}, and this one "
+            f"has 1 to {layers}"
         )
 
 
@@ -144,6 +144,8 @@ def save(
 ) -> None:
     """The speculators layout. `with_vocabulary` stores the draft vocabulary's rows, as others that
     serve it need; ours come from the target where they are left out."""
+    if with_vocabulary and getattr(head.lm_head, "bias", None) is not None:
+        raise ConfigError("the target's head has a bias, and no file of heads a place for it")
     folder.mkdir(parents=True, exist_ok=True)
     c = head.config
     layer = {
@@ -191,8 +193,6 @@ def save(
         },
         "transformer_layer_config": layer,
     }
-    if with_vocabulary and getattr(head.lm_head, "bias", None) is not None:
-        raise ConfigError("the target's head has a bias, and no EAGLE-3 file has a place for it")
     weights = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous()
         for name, value in plain_state(head).items()

@@ -24,6 +24,8 @@ def export_head(source: str | Path, model: Any, folder: Path, *, name: str = "")
         if heads.lm_heads:
             raise ConfigError(f"{source} holds its output matrices already: use it as it is")
         output = model.get_output_embeddings()
+        if getattr(output, "bias", None) is not None:
+            raise ConfigError("the target's head has a bias, and no file of heads a place for it")
         vocabulary = int(text_config(model).vocab_size)
         medusa.save_heads(heads, folder, vocabulary=vocabulary, base=name or None, head=output)
         return f"{len(heads)} Medusa heads with the target's output matrix"
