@@ -181,6 +181,7 @@ def test_a_head_learns_what_its_target_says(make: Any, tmp_path: Path) -> None:
         out = llm.generate(text[:at], sampling)[0]
         assert out.token_ids == text[at:]
         passes, tokens = passes + out.stats.steps, tokens + out.stats.tokens
-    # Medusa has no state before the first pass of an answer, so it makes no guess there; and the
-    # files hold bfloat16.
-    assert tokens / passes == pytest.approx(history.lengths[-1], rel=0.1)
+    # Medusa has no state before the first pass of an answer, so it makes no guess there; and its
+    # files and EAGLE's hold bfloat16. The others' are exact.
+    rough = make in (eagle_task, medusa_task)
+    assert tokens / passes == pytest.approx(history.lengths[-1], rel=0.1 if rough else 1e-9)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from draftahead import hub
 from draftahead.errors import ConfigError
+from draftahead.hub.gguf import quiet_transformers
 from draftahead.support import text_config
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.loop import Acceptance
@@ -145,7 +145,7 @@ class DistillTask:
     def save(self, folder: Path) -> None:
         """In the target's dtype, with its tokenizer; file by file at once or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as part, hub.quiet_transformers():
+        with tempfile.TemporaryDirectory(dir=folder) as part, quiet_transformers():
             copy.deepcopy(self.student).to(self._kind).save_pretrained(part)
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(part)
