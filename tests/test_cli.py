@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import zoo
 from draftahead import cli
@@ -24,12 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with a tokenizer whose words are w0 to w96, and a chat template."""
     path = tmp_path_factory.mktemp("model")
     zoo.tiny("llama").float().save_pretrained(path)
-    vocabulary = {f"w{i}": i for i in range(zoo.VOCABULARY)}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(prefix="##")
-    template = "{% for m in messages %}{{ m['content'] }} w1 {% endfor %}"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template)
-    tokenizer.save_pretrained(path)
+    zoo.tokenizer().save_pretrained(path)
     return str(path)
 
 

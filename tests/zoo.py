@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 97
 WINDOW = 8
@@ -288,6 +294,15 @@ def _fill(model: PreTrainedModel, deviation: float, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * normal(name, buffer))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words w0 to w96, and a chat template that adds w1 to every message."""
+    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(prefix="##")
+    template = "{% for m in messages %}{{ m['content'] }} w1 {% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template)
 
 
 def ragged_prompts(count: int = 4, seed: int = 0) -> list[list[int]]:

@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 
 from draftahead.cli import options
-from draftahead.errors import ConfigError
+from draftahead.errors import ConfigError, DraftaheadError
 
 if TYPE_CHECKING:
     from draftahead.train.blocks import Blocks
-    from draftahead.train.loop import Task
+    from draftahead.train.loop import History, Task
     from draftahead.train.run import Material
 
 app = typer.Typer(help="Make a drafter for your model.", no_args_is_help=True)
@@ -107,6 +107,9 @@ class Training:
     keep_states: Annotated[
         float, typer.Option(help="GB of the target's states to keep, not to compute again.")
     ] = 0.0
+    states_folder: Annotated[
+        Path | None, typer.Option(help="Keep them in a file there, not in memory.")
+    ] = None
     float32: Annotated[bool, typer.Option(help="No bfloat16, on a GPU.")] = False
     seed: Annotated[int, typer.Option(help="The same seed gives the same head.")] = 0
     resume: Annotated[bool, typer.Option(help="Go on with a training in this folder.")] = False
@@ -136,7 +139,8 @@ class Training:
         """The texts to test on."""
         return material.held_out_blocks(depths, tokens=self.tokens, longest=self.longest)
 
-    def run(self, material: Material, task: Task, depths: tuple[int, ...]) -> None:
+    def run(self, material: Material, task: Task, depths: tuple[int, ...], method: str) -> None:
+        """`method`: the drafter that what is trained is for."""
         from draftahead.train.loop import Plan
         from draftahead.train.run import trained
 
@@ -147,15 +151,18 @@ class Training:
             tokens=self.tokens,
             longest=self.longest,
             keep=round(self.keep_states * 1e9),
+            folder=self.states_folder,
             seed=self.seed,
         )
-        notes = Console(stderr=True)
+        is_main = material.processes.is_main_process
+        notes = Console(stderr=True, quiet=not is_main)
         size = sum(weight.numel() for weight in task.module.parameters() if weight.requires_grad)
         notes.print(
             f"{material.texts.learnt} tokens to learn in {len(material.texts)} texts "
             f"({len(blocks)} blocks), {len(material.held_out)} texts to test on; "
             f"{size / 1e6:.1f}M weights",
             highlight=False,
+            soft_wrap=True,
         )
         history = trained(
             material,
@@ -164,13 +171,32 @@ class Training:
             plan,
             self.out,
             resume=self.resume,
-            told=lambda line: notes.print(line, highlight=False),
+            told=lambda line: notes.print(line, highlight=False, soft_wrap=True),
         )
-        typer.echo(f"{self.out}: acceptance length {max(history.lengths):.3f} on held-out texts")
+        material.processes.destroy_process_group()
+        if is_main:
+            self._tell(material, history, method)
+
+    def _tell(self, material: Material, history: History, method: str) -> None:
+        from draftahead.train.gain import measured
+
+        best = max(range(len(history.lengths)), key=history.lengths.__getitem__)
+        typer.echo(f"{self.out}: acceptance length {history.lengths[best]:.3f} on held-out texts")
+        drafter = {
+            "method": method,
+            "adapter" if method == "early_exit" else "model": str(self.out),
+        }
+        speedups = None
+        try:
+            gain = measured(material.model, drafter, material.held_out, len(history.by_depth[best]))
+            typer.echo(gain.told(history.by_depth[best]))
+            speedups = [gain.of(by_depth)[0] for by_depth in history.by_depth]
+        except DraftaheadError as problem:  # what was trained is good all the same
+            typer.echo(f"no estimate of the speed: {problem}")
         if self.plot is not None:
             from draftahead.train.report import draw
 
-            draw(history, self.plot)
+            draw(history, self.plot, speedups)
 
 
 def trains(command: Callable[..., None]) -> Callable[..., None]:
@@ -226,9 +252,15 @@ def eagle(
     head = new_head(material.model, spoken, depths=depths, layers=layers, inner=inner)
     apart = training.apart(material, depths)
     task = EagleTask(
-        head, material.model, apart, depth=depth, fade=fade, train_vocabulary=train_vocabulary
+        head,
+        material.model,
+        apart,
+        depth=depth,
+        fade=fade,
+        train_vocabulary=train_vocabulary,
+        name=training.model,
     )
-    training.run(material, task, depths)
+    training.run(material, task, depths, "eagle")
 
 
 @trains
@@ -253,10 +285,9 @@ def medusa(
         spoken = draft_vocabulary(material.texts, vocabulary, int(text.vocab_size))
         spoken = spoken.to(material.model.device)
     made = new_heads(material.model, heads, layers=layers, tokens=spoken)
-    depths = (1,)  # of no use to them: the last state is always there
-    apart = training.apart(material, depths)
+    apart = training.apart(material, ())  # they go by the last state, which is always there
     task = MedusaTask(made, material.model, apart, fade=fade, name=training.model)
-    training.run(material, task, depths)
+    training.run(material, task, (), "medusa")
 
 
 @trains
@@ -282,4 +313,49 @@ def exit(
     adapter = new_adapter(material.model, layer, rank=rank, tokens=spoken)
     apart = training.apart(material, (layer,))
     task = ExitTask(adapter, material.model, apart, depth=depth)
-    training.run(material, task, (layer,))
+    training.run(material, task, (layer,), "early_exit")
+
+
+@trains
+def distill(
+    training: Training,
+    layers: Annotated[int, typer.Option(help="Decoder layers of the draft model.")],
+    hidden: Annotated[
+        int | None, typer.Option(help="Its width; unset: the target's, of which it is made.")
+    ] = None,
+    inner: Annotated[int | None, typer.Option(help="Width inside; unset: in proportion.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads; unset: as wide.")] = None,
+    key_heads: Annotated[int | None, typer.Option(help="For keys; unset: in proportion.")] = None,
+    depth: Annotated[int, typer.Option(help="Guesses of a chain, in evaluations.")] = 5,
+) -> None:
+    """Train a small draft model of the target's architecture and vocabulary."""
+    from draftahead.train.distill import DistillTask, new_student
+
+    material = training.material()
+    student = new_student(
+        material.model, layers=layers, hidden=hidden, inner=inner, heads=heads, key_heads=key_heads
+    )
+    apart = training.apart(material, ())
+    task = DistillTask(student, material.model, apart, tokenizer=material.tokenizer, depth=depth)
+    training.run(material, task, (), "draft_model")
+
+
+# ------------------------------------------------------------------------------------ export
+
+
+@app.command()
+def export(
+    head: Annotated[str, typer.Option(help="Folder, file or hub id of a trained head.")],
+    out: Out,
+    model: options.Model = "smollm2",
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+) -> None:
+    """Write an EAGLE head or Medusa heads with the vocabulary's rows, as some servers want."""
+    from draftahead import hub
+    from draftahead.heads.export import export_head
+
+    with hub.terminal_report() as report:
+        report("loading torch and transformers")
+        target, _ = hub.load(model, dtype=dtype, device=device, report=report)
+    typer.echo(f"{out}: {export_head(head, target, out, name=model)}")

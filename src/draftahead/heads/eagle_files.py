@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from draftahead.errors import ConfigError, HeadMismatchError
 from draftahead.heads.eagle import EagleConfig, EagleHead
-from draftahead.heads.files import config_beside, located, tensors_in
+from draftahead.heads.files import config_beside, located, plain_state, tensors_in
 from draftahead.runtime.linear import rows_of
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -41,7 +41,10 @@ def load(source: str | Path, model: Any) -> EagleHead:
     head = EagleHead(config, own_embedding="embed_tokens.weight" in weights)
     if offsets is not None:
         if len(offsets) != config.draft_vocabulary:
-            raise ConfigError(f"{folder}: d2t has {len(offsets)} tokens of draft_vocab_size {said}")
+            raise ConfigError(
+                f"{folder}: d2t has {len(offsets)} tokens, and draft_vocab_size is "
+                f"{config.draft_vocabulary}"
+            )
         weights["tokens"] = torch.arange(len(offsets)) + offsets.long()
     elif config.draft_vocabulary != config.layer.vocab_size:
         raise ConfigError(f"{folder} has a smaller draft vocabulary and no d2t that maps it")
@@ -114,10 +117,10 @@ def check_fits(config: EagleConfig, model: Any, name: str) -> None:
                 f"{ours}"
             )
     layers = int(target.num_hidden_layers)
-    if config.depths[-1] > layers:
+    if strange := [depth for depth in config.depths if not 1 <= depth <= layers]:
         raise HeadMismatchError(
-            f"{name} was trained for another model: it goes by layer {config.depths[-1]}, and this "
-            f"one has {layers}"
+            f"{name} was trained for another model: it goes by layer {strange[0]}, and this one "
+            f"has 1 to {layers}"
         )
 
 
@@ -141,6 +144,8 @@ def save(
 ) -> None:
     """The speculators layout. `with_vocabulary` stores the draft vocabulary's rows, as others that
     serve it need; ours come from the target where they are left out."""
+    if with_vocabulary and getattr(head.lm_head, "bias", None) is not None:
+        raise ConfigError("the target's head has a bias, and no file of heads a place for it")
     folder.mkdir(parents=True, exist_ok=True)
     c = head.config
     layer = {
@@ -190,8 +195,8 @@ def save(
     }
     weights = {
         name: value.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, value in head.state_dict().items()
-        if name != "tokens" and (with_vocabulary or name != "lm_head.weight")
+        for name, value in plain_state(head).items()
+        if name != "tokens" and (with_vocabulary or not name.startswith("lm_head."))
     }
     tokens = head.tokens.cpu()
     if c.draft_vocabulary != c.layer.vocab_size:

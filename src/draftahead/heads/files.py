@@ -10,12 +10,24 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftahead import hub
 from draftahead.errors import ConfigError, ModelNotFoundError
+from draftahead.runtime.linear import Int8Linear
 
 CONFIG = "config.json"
+
+
+def plain_state(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a module by name, as files hold them: what was rounded is a matrix again."""
+    found = dict(module.state_dict())
+    for name, part in module.named_modules():
+        if isinstance(part, Int8Linear):
+            within = f"{name}." if name else ""
+            del found[f"{within}scales"]
+            found[f"{within}weight"] = part.dequantized()
+    return found
 
 
 def located(source: str | Path, names: Seq[str]) -> Path:

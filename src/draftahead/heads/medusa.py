@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftahead.errors import ConfigError
-from draftahead.heads.files import CONFIG, config_beside, located, tensors_in
+from draftahead.heads.files import CONFIG, config_beside, located, plain_state, tensors_in
 from draftahead.runtime.linear import rows_of
 from draftahead.support import text_config
 
@@ -255,7 +255,7 @@ def save_heads(
     *,
     vocabulary: int,
     base: str | None = None,
-    head: nn.Linear | None = None,
+    head: nn.Module | None = None,
 ) -> None:
     """Published names and a configuration that text-generation-inference and vLLM understand.
     `vocabulary`, `base`: the target's size and name. `head`: the output matrix that the heads share
@@ -266,7 +266,7 @@ def save_heads(
         name = "lm_head.weight" if is_shared else f"{index}.{heads.layers}.weight"
         tensors[name] = tensors.pop(f"lm_heads.{index}.weight")
     if head is not None:
-        tensors["lm_head.weight"] = head.weight
+        tensors["lm_head.weight"] = plain_state(head)["weight"]
     config: dict[str, Any] = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

@@ -8,12 +8,17 @@ Shapes: B texts, T tokens, W watched states, H hidden.
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import tempfile
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +32,7 @@ POOL = 64  # blocks whose texts are sorted by length together
 class Block:
     tokens: Tensor  # [B, T] int64; texts end at T, padding stands before them
     real: Tensor  # [B, T] bool: no padding
+    positions: Tensor  # [B, T] int64, from 0 at a text's first token
     learnt: Tensor  # [B, T] bool: tokens that are to be foretold
     window: int  # tokens at the right edge that hold all of those
     states: Tensor  # [B, T, W, H] after the watched layers
@@ -36,8 +42,8 @@ class Block:
 class Blocks:
     """Blocks of some texts, epoch after epoch, in an order that a seed decides.
 
-    `keep`: bytes of states that are kept on the device once computed; beyond, they are computed
-    anew each time.
+    `keep`: bytes of states that are kept once computed; beyond, they are computed anew each time.
+    They stay on the device, or in a nameless file in `folder`.
     """
 
     def __init__(
@@ -50,12 +56,13 @@ class Blocks:
         longest: int | None = None,
         seed: int = 0,
         keep: int = 0,
+        folder: Path | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
         self._texts, self._model, self._depths = texts, model, tuple(depths)
         self._budget, self._seed, self._share = tokens, seed, share
         layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-        if not depths or not all(0 < depth <= layers for depth in depths):
+        if not all(0 < depth <= layers for depth in depths):
             raise ConfigError(f"states are there after 1 to {layers} layers, not {list(depths)}")
         self._lengths = texts.lengths.tolist()
         self._answers = texts.answers.tolist()
@@ -70,7 +77,7 @@ class Blocks:
         if not self._usable:
             raise ConfigError("no text has an answer to learn from")
         self._device = model.device
-        self._kept = _Kept(model, self._depths, keep, self._cut)
+        self._kept = _Kept(model, self._depths, keep, self._cut, folder)
 
     def __len__(self) -> int:
         """Blocks of an epoch, for this process."""
@@ -105,7 +112,12 @@ class Blocks:
             groups.append(group)
         dice.shuffle(groups)
         mine, of = self._share
-        return groups[mine : len(groups) - len(groups) % of or None : of]
+        if len(groups) < of:
+            raise ConfigError(
+                f"{of} processes and {len(groups)} blocks of texts: fewer processes, or fewer "
+                "tokens to a block"
+            )
+        return groups[mine : len(groups) - len(groups) % of : of]  # as many for each
 
     def _block(self, group: list[int]) -> Block:
         width = max(self._cut[i] for i in group)
@@ -122,18 +134,26 @@ class Blocks:
             part.to(self._device, non_blocking=True) for part in (tokens, real, learnt)
         )
         window = max(min(self._lengths[i] - self._answers[i], self._cut[i] - 1) for i in group)
-        states = self._kept(group, tokens, real)
-        return Block(tokens, real, learnt, window, states[:, :, :-1], states[:, :, -1])
+        positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        states = self._kept(group, tokens, real, positions)
+        return Block(tokens, real, positions, learnt, window, states[:, :, :-1], states[:, :, -1])
 
 
 class _Kept:
     """The target's states of texts, computed once as far as there is room to keep them."""
 
-    def __init__(self, model: Any, depths: tuple[int, ...], room: int, lengths: list[int]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        depths: tuple[int, ...],
+        room: int,
+        lengths: list[int],
+        folder: Path | None,
+    ) -> None:
         self._model, self._depths = model, depths
         hidden = int(model.config.get_text_config(decoder=True).hidden_size)
-        self._size = (len(depths) + 1, hidden)
-        fits = room // ((len(depths) + 1) * hidden * model.dtype.itemsize)
+        size = (len(depths) + 1, hidden)
+        fits = room // (size[0] * size[1] * model.dtype.itemsize)
         self._starts: dict[int, int] = {}
         total = 0
         for index, length in enumerate(lengths):
@@ -142,33 +162,52 @@ class _Kept:
             self._starts[index] = total
             total += length
         self._lengths, self._done = lengths, set[int]()
-        self._store = torch.empty(total, *self._size, dtype=model.dtype, device=model.device)
+        # All of it is zero at first: where a text is padded, what stands before it is read.
+        if folder is None or not total:
+            self._store = torch.zeros(total, *size, dtype=model.dtype, device=model.device)
+        else:
+            self._store = _on_disk(folder, (total, *size), model.dtype)
 
     @torch.no_grad()
-    def __call__(self, group: list[int], tokens: Tensor, real: Tensor) -> Tensor:
+    def __call__(self, group: list[int], tokens: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         if all(index in self._done for index in group):
             width = tokens.shape[1]
             starts = [self._starts[i] - (width - self._lengths[i]) for i in group]
-            at = torch.tensor(starts, device=tokens.device)[:, None]
-            at = (at + torch.arange(width, device=tokens.device)).clamp(min=0)
-            return self._store[at]
-        found = self._computed(tokens, real)
+            at = (torch.tensor(starts)[:, None] + torch.arange(width)).clamp(min=0)
+            return self._store[at.to(self._store.device)].to(tokens.device)
+        found = self._computed(tokens, real, positions)
         for row, index in enumerate(group):
             start, size = self._starts.get(index), self._lengths[index]
             if start is not None and index not in self._done:
-                self._store[start : start + size] = found[row, -size:]
+                self._store[start : start + size] = found[row, -size:].to(self._store.device)
                 self._done.add(index)
         return found
 
-    def _computed(self, tokens: Tensor, real: Tensor) -> Tensor:
+    def _computed(self, tokens: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         """[B, T, W + 1, H]; the last are those behind the model's last norm."""
-        positions = (real.long().cumsum(1) - 1).clamp(min=0)
         out = self._model.get_decoder()(
             input_ids=tokens,
             attention_mask=real.long(),
             position_ids=positions,
-            output_hidden_states=True,
+            output_hidden_states=bool(self._depths),
             use_cache=False,
         )
         watched = [out.hidden_states[depth] for depth in self._depths]
         return torch.stack([*watched, out.last_hidden_state], 2)
+
+
+def _on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in a file that has no name and is gone with the process, however it ends."""
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is no good news later
+            held = np.memmap(file, mode="r+", shape=(size,))
+    except OSError as problem:
+        raise ConfigError(
+            f"no room for {size / 1e9:.2f} GB of states in {folder} ({problem.strerror}): keep "
+            "fewer of them, or name another folder"
+        ) from None
+    return torch.from_numpy(held).view(dtype).view(shape)

@@ -46,6 +46,7 @@ class EagleTask:
         depth: int = 5,
         fade: float = 0.8,
         train_vocabulary: bool = False,
+        name: str = "",
     ) -> None:
         self.module: nn.Module = head
         self.head = head
@@ -53,7 +54,7 @@ class EagleTask:
         self._embed: nn.Module = model.get_input_embeddings()
         self._rows = model.get_output_embeddings().weight.detach()[head.tokens]
         head.lm_head.weight.requires_grad_(train_vocabulary)
-        self._trains_vocabulary = train_vocabulary
+        self._trains_vocabulary, self._name = train_vocabulary, name
 
     def loss(self, block: Block) -> Tensor:
         chains = Chains(block, self._depth)
@@ -83,7 +84,13 @@ class EagleTask:
         return walked(found)
 
     def save(self, folder: Path) -> None:
-        eagle_files.save(self.head, folder, with_vocabulary=self._trains_vocabulary)
+        eagle_files.save(
+            self.head,
+            folder,
+            with_vocabulary=self._trains_vocabulary,
+            target=self._name,
+            guesses=self._depth,
+        )
 
 
 class Chains:

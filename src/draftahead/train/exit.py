@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draftahead.heads.exit import ExitAdapter
 from draftahead.support import last_norm
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.loop import Acceptance
-from draftahead.train.losses import law_over, soft_cross_entropy, walked
+from draftahead.train.losses import chained, law_over, soft_cross_entropy, walked
 
 
 class ExitTask:
@@ -47,8 +46,7 @@ class ExitTask:
             if self.adapter.tokens is not None:
                 guess = self.adapter.tokens[guess]
             hit = guess == block.tokens[:, -window:]
-            hits = [F.pad(hit[:, depth:], (0, depth)) for depth in range(self._depth)]
-            found.append((torch.stack(hits, -1).cpu(), block.learnt.sum(1).tolist()))
+            found.append((chained(hit, self._depth).cpu(), block.learnt.sum(1).tolist()))
         return walked(found)
 
     def save(self, folder: Path) -> None:

@@ -24,6 +24,7 @@ from draftahead.train.blocks import Block
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
 EXPLODED = 4.0  # times the usual loss
 SETTLED = 100  # steps until there is a usual loss
+LOOKS = 20  # steps between looks at it: reading it back waits for the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,11 @@ class Plan:
         for name in ("steps", "accumulate", "every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        for name in ("warmup", "patience"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if not 0 < self.rate < math.inf:
+            raise ConfigError(f"rate must be above 0, not {self.rate}")
         if not 0 <= self.average < 1:
             raise ConfigError(f"average must be 0 up to less than 1, not {self.average}")
 
@@ -117,8 +123,8 @@ class Average:
 
 
 class Loop:
-    """One training. `blocks(step)` gives the blocks from a step on; `reduce` averages gradients
-    over processes, where there are several."""
+    """One training. `blocks(number)` gives the blocks from one on; `reduce` averages the loss and
+    its gradients over processes, where there are several: what they decide by it is the same."""
 
     def __init__(
         self,
@@ -162,15 +168,16 @@ class Loop:
             self._load()
         blocks = self.blocks(self.step * self.plan.accumulate)
         losses: list[Tensor] = []
-        usual, start = 0.0, time.perf_counter()
+        usual = 0.0
+        start = time.perf_counter() - (self.history.seconds or [0.0])[-1]
         while self.step < self.plan.steps:
             loss = self._step(blocks)
             losses.append(loss)
             self.step += 1
-            ended = self.step == self.plan.steps
-            if self.step % 20 == 0 or ended:  # reading a loss back waits for the device
-                usual = self._checked(torch.stack(losses[-20:]), usual)
-            if self.step % self.plan.every == 0 or ended:
+            evaluates = self.step % self.plan.every == 0 or self.step == self.plan.steps
+            if self.step % LOOKS == 0 or evaluates:  # no weights are kept unlooked at
+                usual = self._checked(torch.stack(losses[-LOOKS:]), usual)
+            if evaluates:
                 seconds = time.perf_counter() - start
                 self._evaluate(float(torch.stack(losses).mean()), seconds)
                 losses.clear()
@@ -188,22 +195,26 @@ class Loop:
                 loss = self.task.loss(next(blocks)) / self.plan.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        self._reduce([p.grad for p in self.weights if p.grad is not None])
-        nn.utils.clip_grad_norm_(self.weights, self.plan.clip)
+        for weight in self.weights:
+            if weight.grad is None:  # nothing in these blocks spoke of it
+                weight.grad = torch.zeros_like(weight)
+        self._reduce([total, *(p.grad for p in self.weights if p.grad is not None)])
+        norm = nn.utils.clip_grad_norm_(self.weights, self.plan.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.average.update()
-        return total
+        return total + 0.0 * norm  # not finite if one of the two is not
 
     def _checked(self, losses: Tensor, usual: float) -> float:
         """The usual loss, if this one is in order."""
         now = float(losses.mean())
         wrong = not math.isfinite(now)
         if wrong or (usual and self.step > SETTLED and now > EXPLODED * usual):
-            kept = f"; the weights of {self.folder} are the last good ones" if self.best else ""
+            before = f" (it was about {usual:.3g})" if usual else ""
+            kept = f"; the weights in {self.folder} are the last good ones" if self.best else ""
             raise TrainingError(
-                f"the loss became {now:.3g} at step {self.step} (it was about {usual:.3g}): "
-                f"lower the rate, or warm up for longer{kept}"
+                f"the loss or its gradient became {now:.3g} by step {self.step}{before}: lower the "
+                f"rate, or warm up for longer{kept}"
             )
         return now if not usual else 0.7 * usual + 0.3 * now
 
@@ -243,6 +254,7 @@ class Loop:
             "step": self.step,
             "best": self.best,
             "since_best": self.since_best,
+            "history": asdict(self.history),
         }
         part = self.folder / (CHECKPOINT + ".part")
         torch.save(state, part)
@@ -257,11 +269,9 @@ class Loop:
             self.task.module.load_state_dict(state["module"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.average.load(state["average"])
+            self.step, self.best = int(state["step"]), float(state["best"])
+            self.since_best = int(state["since_best"])
+            self.history = History(**state["history"])
         except Exception as problem:
             raise ConfigError(f"{place} is no checkpoint of such a training: {problem}") from None
-        self.step, self.best = int(state["step"]), float(state["best"])
-        self.since_best = int(state["since_best"])
-        told = json.loads((self.folder / HISTORY).read_text("utf-8"))
-        told.pop("plan")
-        self.history = History(**told)
         self.told(f"going on from step {self.step}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftahead.train.loop import Acceptance
 
@@ -60,6 +61,12 @@ def soft_cross_entropy(states: Tensor, weight: Tensor, law: Tensor) -> Tensor:
         return (states.sum() * 0.0).float()
     found: Tensor = _SoftCrossEntropy.apply(states, weight, law)  # type: ignore[no-untyped-call]
     return found
+
+
+def chained(hit: Tensor, depth: int) -> Tensor:
+    """Whether each token was foretold from the ones before it, [B, tokens] -> [B, chains, depth]:
+    for drafters whose guesses after a right prefix are the same in a text as in a draft."""
+    return torch.stack([F.pad(hit[:, at:], (0, at)) for at in range(depth)], -1)
 
 
 def walked(found: Seq[tuple[Tensor, list[int]]]) -> Acceptance:

@@ -35,7 +35,14 @@ class Material:
     processes: PartialState  # `accelerate launch` starts several, each with a GPU
 
     def blocks(
-        self, depths: Seq[int], *, tokens: int, longest: int, keep: int, seed: int
+        self,
+        depths: Seq[int],
+        *,
+        tokens: int,
+        longest: int,
+        keep: int,
+        folder: Path | None,
+        seed: int,
     ) -> Blocks:
         """This process's part of the texts."""
         share = (self.processes.process_index, self.processes.num_processes)
@@ -47,6 +54,7 @@ class Material:
             longest=longest,
             seed=seed,
             keep=keep,
+            folder=folder,
             share=share,
         )
 
@@ -65,8 +73,10 @@ def gathered(
     report: hub.Report = hub.silent,
 ) -> Material:
     torch.manual_seed(seed)  # every process begins with the same weights
-    processes = PartialState()
-    where = str(processes.device) if device is None and processes.num_processes > 1 else device
+    # Processes that are told of no GPU do not find each other unless they are told of the CPU.
+    on_cpu = device.startswith("cpu") if device else not torch.cuda.is_available()
+    processes = PartialState(cpu=on_cpu)
+    where = str(processes.device) if processes.num_processes > 1 else device
     loaded, tokenizer = hub.load(model, dtype=dtype, device=where, report=report)
     loaded.eval().requires_grad_(False)
     texts = read_answers(answers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftahead.errors import ConfigError
+from draftahead.errors import ConfigError, PromptError
 from draftahead.types import Sampling
 
 if TYPE_CHECKING:
@@ -105,6 +107,8 @@ def read_prompts(path: Path, llm: LLM) -> tuple[list[list[int]], Texts | None]:
                 chat = getattr(llm.tokenizer, "chat_template", None) is not None
                 asked = [{"role": "user", "content": said}] if chat else said
             prompts.append(llm.encode(asked))
+        except PromptError as problem:
+            raise ConfigError(f"{path}, line {number}: {problem}") from None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as problem:
             raise ConfigError(
                 f"{path}, line {number}: needs 'prompt', 'messages', 'turns' or 'text' ({problem})"
@@ -145,7 +149,7 @@ def write_answers(
         raise ConfigError(f"no prompt has at most {longest} tokens: raise the longest, or context")
     batch = llm.engine.scheduler.max_batch
     files = -(-len(kept) // (batch * GROUPS))
-    _check_notes(folder, kept, sampling, files)
+    _check_notes(folder, _identity(llm.model), kept, sampling, files)
     tokens = 0
     mine = range(part[0] - 1, files, part[1])
     for done, number in enumerate(mine, start=1):
@@ -169,18 +173,29 @@ def write_texts(texts: Texts, folder: Path) -> None:
     _save(texts, folder / "answers-given.safetensors")
 
 
-def _check_notes(folder: Path, prompts: list[list[int]], sampling: Sampling, files: int) -> None:
+def _check_notes(
+    folder: Path, model: str, prompts: list[list[int]], sampling: Sampling, files: int
+) -> None:
     """What the files there are answers to; others may not be mixed with them."""
     key = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    notes = {"prompts": key, "sampling": repr(sampling), "files": files}
+    said = {"model": model, "prompts": key, "sampling": repr(sampling), "files": files}
+    notes = json.dumps(said) + "\n"
     place = folder / NOTES
     folder.mkdir(parents=True, exist_ok=True)
-    if place.exists() and json.loads(place.read_text("utf-8")) != notes:
+    if place.exists() and place.read_text("utf-8") != notes:
         raise ConfigError(
-            f"{folder} holds answers to other prompts, or given with other settings: "
+            f"{folder} holds answers to other prompts, of another model or with other settings: "
             "name another folder, or delete that one"
         )
-    place.write_text(json.dumps(notes) + "\n", "utf-8")
+    part = place.with_suffix(f".{os.getpid()}.part")  # several processes may be at it
+    part.write_text(notes, "utf-8")
+    part.replace(place)
+
+
+def _identity(model: Any) -> str:
+    """Of a model's weights, as far as its embeddings tell; the same wherever it was loaded from."""
+    some = model.get_input_embeddings().weight.detach()[:64].float().cpu()
+    return hashlib.sha256(some.numpy().tobytes()).hexdigest()
 
 
 def _save(texts: Texts, file: Path) -> None:
@@ -194,4 +209,14 @@ def read_answers(folder: Path) -> Texts:
     files = sorted(folder.glob("answers-*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} holds no answers: `draftahead train answers` writes them")
-    return Texts.joined([Texts(**load_file(file)) for file in files])
+    return Texts.joined([_read(file) for file in files])
+
+
+def _read(file: Path) -> Texts:
+    try:
+        return Texts(**load_file(file))
+    except (OSError, SafetensorError, TypeError) as problem:
+        raise ConfigError(
+            f"{file} is damaged or holds no answers ({problem}): delete it, and let "
+            "`draftahead train answers` write it again"
+        ) from None
