@@ -14,7 +14,7 @@ import drafted
 import zoo
 from draftahead import LLM, Sampling, errors
 from draftahead.drafters.eagle import Eagle
-from draftahead.heads.eagle import EagleHead, new_head
+from draftahead.heads.eagle import EagleConfig, EagleHead, new_head
 from draftahead.runtime import build
 
 GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
@@ -182,3 +182,57 @@ def test_the_head_that_comes_with_smollm2_is_good() -> None:
     out = LLM("smollm2", {"method": "eagle", "num_speculative_tokens": 5}).chat(prompt, sampling)
     assert out.token_ids == plain.token_ids
     assert out.stats.mean_acceptance_length > 2
+
+
+@pytest.mark.parametrize("norms_residual", [False, True])
+@torch.no_grad()
+def test_the_head_computes_what_published_heads_do(norms_residual: bool) -> None:
+    """Written out from the papers' code, tensor by tensor, with nothing of ours in it."""
+    torch.manual_seed(4)
+    layer = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    config = EagleConfig(
+        layer, draft_vocabulary=20, depths=(1, 2, 3), norm_before_residual=norms_residual
+    )
+    head = EagleHead(config)
+    w = {name: value.normal_(0, 0.3) for name, value in head.named_parameters()}
+    states, embedded = torch.randn(1, 9, 3, 32), torch.randn(1, 9, 32)
+    at = torch.arange(9)[None]
+    ours = head.logits(head(embedded, head.feature(states), at, causal))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[name]
+
+    def heads(x: torch.Tensor, name: str) -> torch.Tensor:
+        return (x @ w[f"layers.0.self_attn.{name}_proj.weight"].T).view(9, -1, 8).transpose(0, 1)
+
+    angles = torch.arange(9)[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = x[..., :4], x[..., 4:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    feature = torch.cat([states[0, :, i] for i in range(3)], -1) @ w["fc.weight"].T
+    normed = norm(feature, "layers.0.hidden_norm.weight")
+    seen = torch.cat([norm(embedded[0], "layers.0.input_layernorm.weight"), normed], -1)
+    query, key, value = heads(seen, "q"), heads(seen, "k"), heads(seen, "v")
+    key, value = (x.repeat_interleave(2, 0) for x in (turned(key), value))
+    scores = turned(query) @ key.transpose(1, 2) / 8**0.5
+    scores = scores.masked_fill(torch.ones(9, 9).triu(1) == 1, -torch.inf)
+    mixed = (scores.softmax(-1) @ value).transpose(0, 1).reshape(9, 32)
+    x = normed if norms_residual else feature
+    x = x + mixed @ w["layers.0.self_attn.o_proj.weight"].T
+    y = norm(x, "layers.0.post_attention_layernorm.weight")
+    gate, up, down = (w[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    x = x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
+    theirs = norm(x, "norm.weight") @ w["lm_head.weight"].T
+    assert torch.allclose(ours[0], theirs, atol=1e-4)
