@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -236,3 +237,61 @@ def test_the_head_computes_what_published_heads_do(norms_residual: bool) -> None
     x = x + (F.silu(y @ gate.T) * (y @ up.T)) @ down.T
     theirs = norm(x, "norm.weight") @ w["lm_head.weight"].T
     assert torch.allclose(ours[0], theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("rooms", [[9, 9, 9], [9, 1, 0], [2, 9, 3]])
+@torch.inference_mode()
+def test_trees_grown_by_the_kernels_are_the_growers(
+    rooms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node by node, and nothing of the text's own pairs is touched."""
+    _, llm, drafter = made(True, monkeypatch)
+    for prompt in zoo.ragged_prompts(3):
+        llm.engine.add(llm._request(prompt, GREEDY))
+    llm.engine._admit()
+    batch = dataclasses.replace(llm.engine._batch(), price=None)
+    assert drafter.passes.grows(batch, drafter.grower)
+    drafter.passes.catch_up(batch.sequences, [True] * 3)
+    roots = drafter.passes._roots
+    cache = drafter.passes.cache
+    before = [cache.keys[0][row, :, : root + 1].clone() for row, root in enumerate(roots)]
+    ours = drafter.passes.grown(batch, drafter.grower, rooms)
+    logits = drafter.passes.logits[:, 0]
+    theirs = drafter.grower.grow(batch, logits, drafter._expand, rooms, drafter._spoken)
+    assert ours is not None and theirs is not None and sum(ours.sizes) > 12
+    assert (ours.sizes, ours.rows, ours.above) == (theirs.sizes, theirs.rows, theirs.above)
+    for one, other in zip(ours.claims or [], theirs.claims or [], strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    for row, root in enumerate(roots):
+        assert torch.equal(cache.keys[0][row, :, : root + 1], before[row])
+
+
+@torch.inference_mode()
+def test_a_tree_ends_where_a_level_would_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, llm, drafter = made(True, monkeypatch, rows=1)
+    llm.engine.add(llm._request(zoo.ragged_prompts(1)[0], GREEDY))
+    llm.engine._admit()
+    batch = llm.engine._batch()
+    drafter.passes.catch_up(batch.sequences, [True])
+    sizes = []
+    for seconds in (0.0, 1e9):
+        monkeypatch.setattr(drafter.grower, "level_seconds", seconds)
+        draft = drafter.passes.grown(batch, drafter.grower, [9])
+        assert draft is not None
+        sizes.append(draft.sizes[0])
+    assert sizes[0] > sizes[1] == 1 + 4  # the root's children cost nothing more
+
+
+def test_processors_and_sampling_grow_by_the_dice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What depends on more than the logits is not for the kernels."""
+    model, llm, drafter = made(True, monkeypatch, rows=1)
+    for sampling in (
+        Sampling(temperature=0.8, max_tokens=8, seed=1),
+        Sampling(temperature=0, max_tokens=8, repetition_penalty=1.5),
+    ):
+        llm.engine.add(llm._request([1, 2, 3, 4], sampling))
+        llm.engine._admit()
+        assert not drafter.passes.grows(llm.engine._batch(), drafter.grower)
+        llm.engine.release(llm.engine.scheduler.running[0])
+        plain = LLM(model, "none").generate([1, 2, 3, 4], sampling)[0]
+        assert llm.generate([1, 2, 3, 4], sampling)[0].token_ids == plain.token_ids

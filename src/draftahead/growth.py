@@ -72,7 +72,7 @@ class Grower:
             block = torch.tensor([tree.block(width) for tree in trees])
             parents = torch.tensor([tree.block_parents(width) for tree in trees])
             self._branch(trees, frontier, expand(block, parents), batch, tokens)
-            self._note_level(time.perf_counter() - start)
+            self.note_level(time.perf_counter() - start)
         if not any(tree.tokens[1:] for tree in trees):
             return None
         guesses = [list(zip(t.tokens[1:], t.parents[1:], strict=True)) for t in trees]
@@ -96,7 +96,7 @@ class Grower:
         for (row, node), children in zip(at, found, strict=True):
             trees[row].add(node, children)
 
-    def _note_level(self, seconds: float) -> None:
+    def note_level(self, seconds: float) -> None:
         self.levels += 1
         if self.levels <= 3:  # the first may compile or record
             self.level_seconds = min(seconds, self.level_seconds or seconds)
@@ -109,13 +109,20 @@ class Grower:
         reached = sum(
             tree.likely[node] for tree, nodes in zip(trees, frontier, strict=True) for node in nodes
         )
-        if not reached or batch.price is None:
-            return bool(reached)
-        a_token = batch.price.of(len(trees)) / len(trees)
-        if GOOD * reached * a_token > self.level_seconds:
+        if reached > self.enough(batch):
             return True
-        self.level_seconds *= FORGET  # or one bad moment would be believed for ever
+        self.stopped_early()
         return False
+
+    def enough(self, batch: Batch) -> float:
+        """The likelihood that a level must have reached to be worth its time."""
+        if batch.price is None:
+            return 0.0
+        texts = len(batch.sequences)
+        return self.level_seconds * texts / (GOOD * batch.price.of(texts))
+
+    def stopped_early(self) -> None:
+        self.level_seconds *= FORGET  # or one bad moment would be believed for ever
 
 
 @dataclass

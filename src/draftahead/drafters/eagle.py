@@ -66,6 +66,8 @@ class Eagle(Drafter):
             return None
         self.passes.catch_up(batch.sequences, able)
         logits = self.passes.logits[:, 0]
+        if self.guided and self.passes.grows(batch, self.grower):
+            return self.passes.grown(batch, self.grower, rooms)
         if self.guided:
             return self.grower.grow(batch, logits, self._expand, rooms, self._spoken)
         if self.tree is not None:

@@ -8,21 +8,29 @@ place of states, and are forgotten at the next step.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftahead import attention, tree
+from draftahead.growth import CHILDREN, LEAST, Grower
 from draftahead.heads.eagle import EagleHead
 from draftahead.kvcache import CacheWindow, KVCache, LayerShape, Tenants
 from draftahead.passes import PREFILL_CHUNK, CachedModel
 from draftahead.runtime import build
-from draftahead.runtime.cpu_head import CpuHead
+from draftahead.runtime.cpu_head import CpuHead, Entrance
 from draftahead.runtime.linear import round_linears
-from draftahead.runtime.shape import LINEARS, LayerParts, LlamaShape, NotThisShapeError
+from draftahead.runtime.shape import (
+    LINEARS,
+    LayerParts,
+    LlamaShape,
+    NotThisShapeError,
+    is_plain,
+)
 from draftahead.sampling import placed
-from draftahead.types import Sequence
+from draftahead.types import Batch, Draft, Sequence
 
 AT_ONCE = 16  # pairs that a text may lack and still go with the others'
 CPU_CHUNK = 64  # pairs of a pass by our kernels
@@ -47,7 +55,23 @@ class HeadPasses:
         self._embed = target.model.get_input_embeddings() if own is None else own
         places = torch.arange(length, device=self.device)[None]
         turns = head.rotary(head.norm.weight[None], places)
-        self._turns = [turn[0] for turn in turns]  # [length, width]
+        self._turns = [turn[0].contiguous() for turn in turns]  # [length, width]
+        # Whether our kernels can look up embeddings by themselves.
+        embed: Any = self._embed
+        self._is_near = type(embed) is nn.Embedding and is_plain(embed.weight, torch.float32, "cpu")
+        if self._kernels is not None and self._is_near:
+            first: Any = head.layers[0]
+            whole = len(head.tokens) == target.vocabulary
+            self._entrance = Entrance(
+                embed.weight,
+                first.input_layernorm.weight,
+                first.hidden_norm.weight,
+                head.config.norm_before_residual,
+                head.config.norm_output,
+                self._turns[0],
+                self._turns[1],
+                None if whole else head.tokens,
+            )
         # Of the trees under way: their nodes, what became of them, and where their roots lie.
         self._tokens: list[list[int]] = []
         self._above: list[list[int]] = []
@@ -142,6 +166,37 @@ class HeadPasses:
             outputs, logits = torch.cat([outputs, new], 1), torch.cat([logits, said], 1)
             start = end
         self._outputs, self.logits = outputs, logits
+
+    def grown(self, batch: Batch, grower: Grower, rooms: list[int]) -> Draft | None:
+        """What `grower` would grow, in one call of our kernels; for greedy texts without
+        processors, whose guesses depend on the logits alone."""
+        assert self._kernels is not None
+        start = time.perf_counter()
+        found = self._kernels.grow(
+            self._entrance,
+            self._outputs[:, 0],
+            self.logits[:, 0],
+            bases=self._roots,
+            rooms=rooms,
+            deepest=grower.deepest,
+            a_level=grower.a_level,
+            children=CHILDREN,
+            least=LEAST,
+            enough=grower.enough(batch),
+        )
+        if found.levels:
+            grower.note_level((time.perf_counter() - start) / found.levels)
+        if found.levels < grower.deepest - 1:
+            grower.stopped_early()
+        if not any(found.trees):
+            return None
+        return Draft.trees(batch.roots, found.trees, found.claims)
+
+    def grows(self, batch: Batch, grower: Grower) -> bool:
+        """Whether `grown` can do it."""
+        plain = all(s.sampling.greedy and not s.has_processors for s in batch.sequences)
+        nodes = len(batch.sequences) * grower.a_level
+        return plain and self._kernels is not None and nodes <= CPU_CHUNK and self._is_near
 
     # ---------------------------------------------------------------------------------- the pass
 

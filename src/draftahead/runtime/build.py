@@ -104,6 +104,8 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.draftahead_scratch.restype = number
     found.draftahead_linear.argtypes = [pointer, pointer, number, pointer, number, *[pointer] * 3]
     found.draftahead_linear.restype = None
+    found.draftahead_grow.argtypes = [pointer, pointer, number]
+    found.draftahead_grow.restype = number
     found.draftahead_read.argtypes = [pointer, number, number]
     found.draftahead_read.restype = ctypes.c_float
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,40 @@ from draftahead.runtime import build
 from draftahead.runtime.cpu import MOST_ROWS, TOP, Layer, Model, Pass, described, vector
 from draftahead.runtime.linear import describe, fits
 from draftahead.runtime.shape import LlamaShape, NotThisShapeError, require
+
+
+class Growth(ctypes.Structure):
+    """As in kernels/grow.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("rows", "deepest", "a_level", "children")),
+        *((name, ctypes.c_float) for name in ("least", "enough")),
+        *((name, ctypes.c_void_p) for name in ("bases", "rooms", "tokens", "embeddings")),
+        *((name, ctypes.c_void_p) for name in ("embed_norm", "hidden_norm")),
+        *((name, ctypes.c_int64) for name in ("norms_residual", "norms_output")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "root_outputs", "root_logits")),
+        ("most", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("sizes", "said", "above", "likely")),
+    )
+
+
+class Entrance(NamedTuple):
+    """How a head takes in a token and what it made of the one before."""
+
+    embeddings: Tensor  # [target's vocabulary, H]
+    embed_norm: Tensor
+    hidden_norm: Tensor
+    norms_residual: bool
+    norms_output: bool
+    cos: Tensor  # [slots, width]
+    sin: Tensor
+    tokens: Tensor | None  # draft token -> the target's
+
+
+class Grown(NamedTuple):
+    levels: int
+    trees: list[list[tuple[int, int]]]  # (token, parent), parents first; parent 0 is the root
+    claims: list[list[float]]
 
 
 class CpuHead:
@@ -110,3 +144,60 @@ class CpuHead:
         )
         self._library.draftahead_pass(model, ctypes.byref(arguments), threads)
         return logits
+
+    def grow(
+        self,
+        entrance: Entrance,
+        outputs: Tensor,
+        logits: Tensor,
+        *,
+        bases: Seq[int],
+        rooms: Seq[int],
+        deepest: int,
+        a_level: int,
+        children: int,
+        least: float,
+        enough: float,
+    ) -> Grown:
+        """Trees below roots that lie in slots `bases`, of which the head made `outputs` [B, H] and
+        `logits` [B, D]: as growth.Grower grows them, for greedy texts."""
+        texts, most = len(bases), 1 + children * (1 + a_level * deepest)
+        slots, deep = (ctypes.c_int64 * texts)(*bases), (ctypes.c_int64 * texts)(*rooms)
+        sizes = (ctypes.c_int64 * texts)()
+        said, above = (ctypes.c_int64 * (texts * most))(), (ctypes.c_int64 * (texts * most))()
+        likely = (ctypes.c_float * (texts * most))()
+        outputs, logits = outputs.contiguous(), logits.contiguous()
+        tokens = entrance.tokens
+        arguments = Growth(
+            rows=texts,
+            deepest=deepest,
+            a_level=a_level,
+            children=children,
+            least=least,
+            enough=enough,
+            bases=ctypes.addressof(slots),
+            rooms=ctypes.addressof(deep),
+            tokens=None if tokens is None else tokens.data_ptr(),
+            embeddings=entrance.embeddings.data_ptr(),
+            embed_norm=entrance.embed_norm.data_ptr(),
+            hidden_norm=entrance.hidden_norm.data_ptr(),
+            norms_residual=entrance.norms_residual,
+            norms_output=entrance.norms_output,
+            cos=entrance.cos.data_ptr(),
+            sin=entrance.sin.data_ptr(),
+            root_outputs=outputs.data_ptr(),
+            root_logits=logits.data_ptr(),
+            most=most,
+            sizes=ctypes.addressof(sizes),
+            said=ctypes.addressof(said),
+            above=ctypes.addressof(above),
+            likely=ctypes.addressof(likely),
+        )
+        model = ctypes.byref(self._model)
+        levels = self._library.draftahead_grow(model, ctypes.byref(arguments), build.threads())
+        trees, claims = [], []
+        for row in range(texts):
+            part = slice(row * most + 1, row * most + sizes[row])
+            trees.append(list(zip(said[part], above[part], strict=True)))
+            claims.append(likely[part])
+        return Grown(int(levels), trees, claims)

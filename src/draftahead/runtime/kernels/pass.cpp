@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "attention.h"
+#include "grow.h"
 #include "linear.h"
 #include "model.h"
 
@@ -204,6 +205,90 @@ void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
     }
   }
   delete b.barrier;
+}
+
+// Returns how many levels were computed. `m`: the head, over its own cache.
+int64_t draftahead_grow(const Model* m, const Growth* g, int64_t threads) {
+  const int64_t hidden = m->hidden, width = m->width, spoken = m->head.out;
+  std::vector<Tree> trees(g->rows);
+  for (int64_t r = 0; r < g->rows; r++) {
+    Tree& tree = trees[r];
+    tree.nodes.push_back({-1, -1, 0, 1.0f, -1});
+    tree.expand(0);
+    tree.outputs.assign(g->root_outputs + r * hidden, g->root_outputs + (r + 1) * hidden);
+    if (g->rooms[r] > 0) branch(*g, spoken, g->root_logits + r * spoken, tree, 0);
+  }
+  const int64_t most = g->rows * g->a_level;
+  std::vector<float> x(most * hidden), seen(most * 2 * hidden), logits(most * spoken);
+  std::vector<float> cos(most * width), sin(most * width);
+  std::vector<float> scratch(draftahead_scratch(m, most, threads));
+  std::vector<int64_t> top(most * TOP), which(most);
+  int64_t levels = 0;
+  for (; levels + 1 < g->deepest; levels++) {
+    std::vector<std::vector<int64_t>> frontier;
+    int64_t nodes = 0, block = 0;
+    float reached = 0;
+    for (int64_t r = 0; r < g->rows; r++) {
+      frontier.push_back(trees[r].frontier(g->rooms[r], g->a_level));
+      for (int64_t node : frontier[r]) reached += trees[r].nodes[node].likely;
+      nodes = std::max(nodes, int64_t(frontier[r].size()));
+    }
+    if (!nodes || reached <= g->enough) break;
+    for (int64_t r = 0; r < g->rows; r++) {
+      for (int64_t node : frontier[r]) trees[r].expand(node);
+      block = std::max(block, int64_t(trees[r].depths.size()) + 1);
+    }
+    std::vector<int32_t> depths(g->rows * block, 1);
+    std::vector<uint64_t> ancestors(g->rows * block, 1);
+    for (int64_t r = 0; r < g->rows; r++) {
+      Tree& tree = trees[r];
+      std::copy(tree.depths.begin(), tree.depths.end(), depths.begin() + r * block);
+      std::copy(tree.ancestors.begin(), tree.ancestors.end(), ancestors.begin() + r * block);
+      for (int64_t j = 0; j < nodes; j++) {
+        const int64_t t = r * nodes + j, size = frontier[r].size();
+        // A row with fewer nodes than others is filled up with one that is of no use, behind them.
+        const int64_t spare = tree.depths.size();
+        ancestors[r * block + spare] = 1 | uint64_t(1) << spare;
+        const Node n = j < size ? tree.nodes[frontier[r][j]] : Node{0, 0, 1, 0, spare};
+        which[t] = n.place;
+        const float* before = tree.outputs.data() + tree.nodes[n.parent].place * hidden;
+        rms_norm(g->embeddings + n.token * hidden, g->embed_norm, m->eps, hidden,
+                 seen.data() + t * 2 * hidden);
+        float* normed = seen.data() + t * 2 * hidden + hidden;
+        rms_norm(before, g->hidden_norm, m->eps, hidden, normed);
+        std::copy_n(g->norms_residual ? normed : before, hidden, x.data() + t * hidden);
+        const int64_t at = g->bases[r] + n.depth;
+        std::copy_n(g->cos + at * width, width, cos.data() + t * width);
+        std::copy_n(g->sin + at * width, width, sin.data() + t * width);
+      }
+    }
+    Pass p = {};
+    p.rows = g->rows, p.nodes = nodes, p.lengths = g->bases, p.block = block;
+    p.which = which.data(), p.depths = depths.data(), p.ancestors = ancestors.data();
+    p.cos = cos.data(), p.sin = sin.data(), p.seen = seen.data(), p.x = x.data();
+    p.logits = logits.data(), p.top = top.data(), p.scratch = scratch.data();
+    draftahead_pass(m, &p, threads);
+    for (int64_t r = 0; r < g->rows; r++) {
+      Tree& tree = trees[r];
+      for (int64_t j = 0; j < int64_t(frontier[r].size()); j++) {
+        float* out = x.data() + (r * nodes + j) * hidden;
+        if (g->norms_output) rms_norm(out, m->final_norm, m->eps, hidden, out);
+        tree.outputs.insert(tree.outputs.end(), out, out + hidden);
+      }
+      for (int64_t j = 0; j < int64_t(frontier[r].size()); j++)
+        branch(*g, spoken, logits.data() + (r * nodes + j) * spoken, tree, frontier[r][j]);
+    }
+  }
+  for (int64_t r = 0; r < g->rows; r++) {
+    const Tree& tree = trees[r];
+    g->sizes[r] = tree.nodes.size();
+    for (int64_t i = 0; i < g->sizes[r]; i++) {
+      g->said[r * g->most + i] = tree.nodes[i].token;
+      g->above[r * g->most + i] = tree.nodes[i].parent;
+      g->likely[r * g->most + i] = tree.nodes[i].likely;
+    }
+  }
+  return levels;
 }
 
 // One linear layer, for models whose shape the pass above does not know.
