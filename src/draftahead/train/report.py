@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from draftahead.errors import ConfigError
 from draftahead.train.loop import History
 
 
+def check_drawing() -> None:
+    """Before the work, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib: pip install 'draftahead[bench]'")
+
+
 def draw(history: History, file: Path, speedups: list[float] | None = None) -> None:
     """Loss, acceptance by depth, acceptance length; with what it would bring here, if known."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("pictures need matplotlib: pip install 'draftahead[bench]'") from None
+    check_drawing()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
