@@ -54,7 +54,7 @@ class Material:
             tokens=tokens,
             longest=longest,
             seed=seed,
-            keep=keep,
+            keep=keep if folder is None else keep // share[1],  # each has memory, all one disk
             folder=folder,
             share=share,
         )
