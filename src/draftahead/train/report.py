@@ -32,7 +32,7 @@ def draw(history: History, file: Path, speedups: list[float] | None = None) -> N
     middle.legend(fontsize="small")
     right.plot(history.steps, history.lengths, label="tokens a pass")
     if speedups is not None:
-        right.plot(history.steps, speedups, linestyle="--", label="times as fast, here")
+        right.plot(history.steps, speedups, linestyle="--", label="times as fast here, estimated")
     right.set(title="on held-out texts", xlabel="step")
     right.legend(fontsize="small")
     figure.tight_layout()
