@@ -330,6 +330,8 @@ def test_prompts_are_read_as_they_are_given(llm: LLM, tmp_path: Path) -> None:
         ('{"prompt": "w1"', "line 1: needs"),
         ("[1, 2]", "line 1: needs"),
         ('{"turns": []}', "line 1: needs"),
+        ('{"turns": "w1 w2"}', "turns are a list"),
+        ('{"prompt": 3}', "a prompt is a text"),
         ('{"messages": ["x"]}', "line 1: .*cannot be turned into tokens"),
     ],
 )

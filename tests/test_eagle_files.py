@@ -312,6 +312,29 @@ def test_files_that_are_none_are_refused(model: Any, tmp_path: Path) -> None:
         eagle_files.load(tmp_path, model)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "exit"])
+def test_writing_that_fails_leaves_what_was_there(
+    kind: str, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write: dict[str, Callable[[], None]] = {
+        "eagle": lambda: eagle_files.save(a_head(), tmp_path, with_vocabulary=True),
+        "medusa": lambda: save_heads(new_heads(model, 2), tmp_path, vocabulary=97),
+        "exit": lambda: new_adapter(model, 2, rank=4).save(tmp_path),
+    }
+    write[kind]()
+    (file,) = tmp_path.glob("*.safetensors")
+    before = file.read_bytes()
+
+    def half(tensors: Any, place: Path, **_: Any) -> None:
+        place.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("draftahead.heads.files.save_file", half)
+    with pytest.raises(OSError, match="full"):
+        write[kind]()
+    assert file.read_bytes() == before
+
+
 # ------------------------------------------------------------------------------------ export
 
 

@@ -123,7 +123,7 @@ def test_two_half_blocks_are_as_one(tmp_path: Path) -> None:
 
 
 def no_number(number: int, block: Any) -> Any:
-    return (block[0], block[1] * torch.nan) if number == 7 else block
+    return (block[0], block[1] * torch.nan) if number == 8 else block
 
 
 class Steep(Line):
@@ -131,8 +131,8 @@ class Steep(Line):
 
     def loss(self, block: Any) -> Tensor:
         found = super().loss(block)
-        is_seventh = torch.equal(block[0], points(7)[0])
-        return found + (self.module.weight * 0).sum().sqrt() if is_seventh else found
+        is_wrong = torch.equal(block[0], points(8)[0])  # of the last step before an evaluation
+        return found + (self.module.weight * 0).sum().sqrt() if is_wrong else found
 
 
 @pytest.mark.parametrize(("kind", "wrong"), [(Line, no_number), (Steep, lambda n, block: block)])
@@ -151,7 +151,7 @@ def test_no_number_stops_with_the_last_good_files_kept(
 
 
 def test_nothing_good_is_not_called_kept(tmp_path: Path) -> None:
-    wrong = lambda n: from_number(n + 7, no_number)  # noqa: E731
+    wrong = lambda n: from_number(n + 8, no_number)  # noqa: E731
     with pytest.raises(TrainingError) as caught:
         Loop(Line(), PLAN, tmp_path, wrong).run()
     assert "good ones" not in str(caught.value)

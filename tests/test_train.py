@@ -159,6 +159,26 @@ def held(model: Any, texts: Texts, depths: tuple[int, ...]) -> Blocks:
     return Blocks(texts, model, depths, tokens=400)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@torch.no_grad()
+def test_distilling_learns_the_targets_law_at_every_learnt_token(name: str) -> None:
+    """Against whole models over each text by itself, without padding: positions, masks, shifts."""
+    model = zoo.tiny(name, dtype=torch.float32)
+    texts = some_texts()
+    (block,) = Blocks(texts, model, (), tokens=1000).once()
+    student = new_student(model, layers=2)
+    task = DistillTask(student, model, held(model, texts, ()), depth=2)
+    total, count = 0.0, 0
+    for index in range(len(texts)):
+        text, first = texts.text(index)[None].long(), int(texts.answers[index])
+        law = model(text).logits[0, first - 1 : -1].softmax(-1)
+        said = student(text).logits[0, first - 1 : -1]
+        total += float(F.cross_entropy(said, law, reduction="sum"))
+        count += len(law)
+    assert count == texts.learnt
+    assert float(task.loss(block)) == pytest.approx(total / count, rel=1e-4)
+
+
 @pytest.mark.parametrize("make", [eagle_task, medusa_task, exit_task, distill_task])
 def test_a_head_learns_what_its_target_says(make: Any, tmp_path: Path) -> None:
     """On a few texts that the target itself wrote acceptance rises well above chance; and what was

@@ -143,6 +143,22 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out" / CHECKPOINT).exists()
 
 
+def test_pictures_that_cannot_be_drawn_are_told_of_before_the_work(
+    answers: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    common = ("train", "medusa", "--model", "no/model", "--answers", answers, "--out", "out")
+    assert run(monkeypatch, *common, "--plot", str(tmp_path / "none" / "a.png")) == 1
+    assert "cannot write" in capsys.readouterr().err
+    assert run(monkeypatch, *common, "--heads", "0") == 2
+    assert "--heads" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert run(monkeypatch, *common, "--plot", str(tmp_path / "a.png")) == 1
+    assert "pictures need matplotlib" in capsys.readouterr().err
+
+
 def test_another_models_answers_are_refused(
     answers: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -245,6 +261,9 @@ def test_a_draft_model_starts_as_layers_of_its_target(name: str) -> None:
     model = zoo.tiny(name, dtype=torch.float32)
     student = new_student(model, layers=2)
     assert student.config.num_hidden_layers == 2
+    for kind in ("layer_types", "no_rope_layers"):  # what is said of every layer goes with it
+        if own := getattr(model.config, kind, None):
+            assert getattr(student.config, kind) == [own[0], own[2]]
     theirs, count = model.state_dict(), 0
     for key, value in student.state_dict().items():
         if ".1." in key:

@@ -30,11 +30,11 @@ def answers(
     prompts: Annotated[Path, typer.Option(help="JSON lines with prompt, messages, turns or text.")],
     out: Out,
     model: options.Model = "smollm2",
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 256,
-    longest: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 256,
+    longest: Annotated[int | None, typer.Option(min=1, help="Leave out longer prompts.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
-    batch: Annotated[int, typer.Option(help="Texts at once.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 8,
     part: Annotated[str, typer.Option(help="2/3: the second of three processes.")] = "1/1",
     drafter: options.Drafter = None,
     draft_model: options.DraftModel = None,
@@ -96,9 +96,13 @@ class Training:
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 4000
     rate: Annotated[float, typer.Option(help="Learning rate, after the warm-up.")] = 6e-4
     warmup: Annotated[int, typer.Option(help="Steps until the rate is reached.")] = 200
-    tokens: Annotated[int, typer.Option(help="Tokens of a block: what is computed at once.")] = 8192
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a block: what is computed at once.")
+    ] = 8192
     accumulate: Annotated[int, typer.Option(help="Blocks to a step.")] = 1
-    longest: Annotated[int, typer.Option(help="Longer texts keep so many tokens: the last.")] = 1024
+    longest: Annotated[
+        int, typer.Option(min=1, help="Longer texts keep so many tokens: the last.")
+    ] = 1024
     every: Annotated[int, typer.Option(help="Steps between evaluations, with checkpoints.")] = 500
     patience: Annotated[
         int, typer.Option(help="Evaluations without a gain until it ends; 0: never.")
@@ -119,9 +123,11 @@ class Training:
 
     def material(self) -> Material:
         from draftahead.hub import terminal_report
+        from draftahead.train.report import check_drawing
         from draftahead.train.run import gathered
 
         if self.plot is not None:
+            check_drawing()
             options.check_writable(self.plot)
         with terminal_report() as report:
             report("loading torch and transformers")
@@ -230,25 +236,26 @@ def trains(command: Callable[..., None]) -> Callable[..., None]:
 @trains
 def eagle(
     training: Training,
-    layers: Annotated[int, typer.Option(help="Decoder layers of the head.")] = 1,
-    inner: Annotated[int | None, typer.Option(help="Width inside; unset: the target's.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
+    inner: Annotated[
+        int | None, typer.Option(min=1, help="Width inside; unset: the target's.")
+    ] = None,
     states: Annotated[str | None, typer.Option(help="After which layers; unset: 2,L/2,L-3")] = None,
-    vocabulary: Annotated[int, typer.Option(help="Tokens that it can say.")] = 16384,
+    vocabulary: Annotated[int, typer.Option(min=1, help="Tokens that it can say.")] = 16384,
     train_vocabulary: Annotated[bool, typer.Option(help="Learn their rows, too.")] = False,
-    depth: Annotated[int, typer.Option(help="Guesses of a chain in training.")] = 5,
+    depth: Annotated[int, typer.Option(min=1, help="Guesses of a chain in training.")] = 5,
     fade: Annotated[float, typer.Option(help="What a guess counts of the one before.")] = 0.8,
 ) -> None:
     """Train an EAGLE-3 head, unrolled over its own outputs."""
     from draftahead.heads.eagle import new_head
-    from draftahead.train.eagle import EagleTask, draft_vocabulary
+    from draftahead.train.eagle import EagleTask
 
     material = training.material()
-    text = material.model.config.get_text_config(decoder=True)
-    count = int(text.num_hidden_layers)
+    count = int(material.model.config.get_text_config(decoder=True).num_hidden_layers)
     depths = tuple(sorted({2, count // 2, count - 3}))
     if states is not None:
         depths = tuple(sorted(options.numbers_of("--states", states)))
-    spoken = draft_vocabulary(material.texts, vocabulary, int(text.vocab_size))
+    spoken = material.most_used(vocabulary)
     head = new_head(material.model, spoken, depths=depths, layers=layers, inner=inner)
     apart = training.apart(material, depths)
     task = EagleTask(
@@ -266,24 +273,19 @@ def eagle(
 @trains
 def medusa(
     training: Training,
-    heads: Annotated[int, typer.Option(help="Heads: how many tokens ahead.")] = 4,
-    layers: Annotated[int, typer.Option(help="Residual blocks of a head.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Heads: how many tokens ahead.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Residual blocks of a head.")] = 1,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Tokens that they can say; unset: all.")
+        int | None, typer.Option(min=1, help="Tokens that they can say; unset: all.")
     ] = None,
     fade: Annotated[float, typer.Option(help="What a head counts of the one before.")] = 0.8,
 ) -> None:
     """Train Medusa heads, and find the best tree of their guesses."""
     from draftahead.heads.medusa import new_heads
-    from draftahead.train.eagle import draft_vocabulary
     from draftahead.train.medusa import MedusaTask
 
     material = training.material()
-    text = material.model.config.get_text_config(decoder=True)
-    spoken = None
-    if vocabulary is not None:
-        spoken = draft_vocabulary(material.texts, vocabulary, int(text.vocab_size))
-        spoken = spoken.to(material.model.device)
+    spoken = None if vocabulary is None else material.most_used(vocabulary)
     made = new_heads(material.model, heads, layers=layers, tokens=spoken)
     apart = training.apart(material, ())  # they go by the last state, which is always there
     task = MedusaTask(made, material.model, apart, fade=fade, name=training.model)
@@ -294,22 +296,18 @@ def medusa(
 def exit(
     training: Training,
     layer: Annotated[int, typer.Option(help="The exit: after so many layers.")],
-    rank: Annotated[int, typer.Option(help="Of the adapter.")] = 256,
+    rank: Annotated[int, typer.Option(min=1, help="Of the adapter.")] = 256,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Tokens that it can say; unset: all.")
+        int | None, typer.Option(min=1, help="Tokens that it can say; unset: all.")
     ] = None,
-    depth: Annotated[int, typer.Option(help="Guesses of a chain, in evaluations.")] = 4,
+    depth: Annotated[int, typer.Option(min=1, help="Guesses of a chain, in evaluations.")] = 4,
 ) -> None:
     """Train an adapter that makes the target's first layers draft well."""
     from draftahead.heads.exit import new_adapter
-    from draftahead.train.eagle import draft_vocabulary
     from draftahead.train.exit import ExitTask
 
     material = training.material()
-    text = material.model.config.get_text_config(decoder=True)
-    spoken = None
-    if vocabulary is not None:
-        spoken = draft_vocabulary(material.texts, vocabulary, int(text.vocab_size))
+    spoken = None if vocabulary is None else material.most_used(vocabulary)
     adapter = new_adapter(material.model, layer, rank=rank, tokens=spoken)
     apart = training.apart(material, (layer,))
     task = ExitTask(adapter, material.model, apart, depth=depth)
@@ -319,14 +317,20 @@ def exit(
 @trains
 def distill(
     training: Training,
-    layers: Annotated[int, typer.Option(help="Decoder layers of the draft model.")],
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the draft model.")],
     hidden: Annotated[
-        int | None, typer.Option(help="Its width; unset: the target's, of which it is made.")
+        int | None, typer.Option(min=1, help="Its width; unset: the target's, of which it is made.")
     ] = None,
-    inner: Annotated[int | None, typer.Option(help="Width inside; unset: in proportion.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads; unset: as wide.")] = None,
-    key_heads: Annotated[int | None, typer.Option(help="For keys; unset: in proportion.")] = None,
-    depth: Annotated[int, typer.Option(help="Guesses of a chain, in evaluations.")] = 5,
+    inner: Annotated[
+        int | None, typer.Option(min=1, help="Width inside; unset: in proportion.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Attention heads; unset: as wide.")
+    ] = None,
+    key_heads: Annotated[
+        int | None, typer.Option(min=1, help="For keys; unset: in proportion.")
+    ] = None,
+    depth: Annotated[int, typer.Option(min=1, help="Guesses of a chain, in evaluations.")] = 5,
 ) -> None:
     """Train a small draft model of the target's architecture and vocabulary."""
     from draftahead.train.distill import DistillTask, new_student

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from draftahead.errors import ConfigError, HeadMismatchError
 from draftahead.heads.eagle import EagleConfig, EagleHead
-from draftahead.heads.files import config_beside, located, plain_state, tensors_in
+from draftahead.heads.files import config_beside, located, plain_state, tensors_in, write_tensors
 from draftahead.runtime.linear import rows_of
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -194,7 +193,7 @@ def save(
         "transformer_layer_config": layer,
     }
     weights = {
-        name: value.detach().to("cpu", torch.bfloat16).contiguous()
+        name: value.to(torch.bfloat16)
         for name, value in plain_state(head).items()
         if name != "tokens" and (with_vocabulary or not name.startswith("lm_head."))
     }
@@ -203,7 +202,5 @@ def save(
         weights["d2t"] = tokens - torch.arange(len(tokens))
         weights["t2d"] = torch.zeros(int(c.layer.vocab_size), dtype=torch.bool)
         weights["t2d"][tokens] = True
-    part = folder / "model.part"
-    save_file(weights, part)
-    part.replace(folder / WEIGHTS[0])
+    write_tensors(weights, folder / WEIGHTS[0])
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftahead.errors import ConfigError
 from draftahead.heads.eagle import RMSNorm
+from draftahead.heads.files import write_tensors
 
 KIND = "draftahead-exit"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -60,8 +61,7 @@ class ExitAdapter(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         said = {"kind": KIND, **asdict(self.config)}
         (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", "utf-8")
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
-        save_file(tensors, folder / WEIGHTS)
+        write_tensors(self.state_dict(), folder / WEIGHTS)
 
 
 def new_adapter(model: Any, layers: int, *, rank: int, tokens: Tensor | None = None) -> ExitAdapter:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftahead import hub
@@ -17,6 +18,14 @@ from draftahead.errors import ConfigError, ModelNotFoundError
 from draftahead.runtime.linear import Int8Linear
 
 CONFIG = "config.json"
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """At once or not at all: what was there before is good until then."""
+    part = file.with_suffix(".part")
+    kept = {name: held.detach().cpu().contiguous().clone() for name, held in tensors.items()}
+    save_file(kept, part, metadata={"format": "pt"})
+    part.replace(file)
 
 
 def plain_state(module: nn.Module) -> dict[str, Tensor]:

@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftahead.errors import ConfigError
-from draftahead.heads.files import CONFIG, config_beside, located, plain_state, tensors_in
+from draftahead.heads.files import (
+    CONFIG,
+    config_beside,
+    located,
+    plain_state,
+    tensors_in,
+    write_tensors,
+)
 from draftahead.runtime.linear import rows_of
 from draftahead.support import text_config
 
@@ -286,6 +292,5 @@ def save_heads(
         config["medusa_choices"] = [list(path) for path in heads.choices]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {name: held.detach().cpu().contiguous().clone() for name, held in tensors.items()}
-    save_file(kept, folder / FILE, metadata={"format": "pt"})
+    write_tensors(tensors, folder / FILE)
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")

@@ -17,7 +17,7 @@ from draftahead.support import context_limit
 from draftahead.train.texts import Texts
 from draftahead.types import Sampling
 
-PROMPTS, TOKENS = 3, 16  # that the steps are measured on
+PROMPTS, TOKENS = 3, 24  # that the steps are measured on
 TURNS = 3
 
 

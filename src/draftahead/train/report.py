@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from draftahead.errors import ConfigError
 from draftahead.train.loop import History
 
 
+def check_drawing() -> None:
+    """Before the work, not after it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib: pip install 'draftahead[bench]'")
+
+
 def draw(history: History, file: Path, speedups: list[float] | None = None) -> None:
     """Loss, acceptance by depth, acceptance length; with what it would bring here, if known."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("pictures need matplotlib: pip install 'draftahead[bench]'") from None
+    check_drawing()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -26,7 +32,7 @@ def draw(history: History, file: Path, speedups: list[float] | None = None) -> N
     middle.legend(fontsize="small")
     right.plot(history.steps, history.lengths, label="tokens a pass")
     if speedups is not None:
-        right.plot(history.steps, speedups, linestyle="--", label="times as fast, here")
+        right.plot(history.steps, speedups, linestyle="--", label="times as fast here, estimated")
     right.set(title="on held-out texts", xlabel="step")
     right.legend(fontsize="small")
     figure.tight_layout()

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftahead import hub
 from draftahead.errors import ConfigError
 from draftahead.train.blocks import Blocks
+from draftahead.train.eagle import draft_vocabulary
 from draftahead.train.loop import History, Loop, Plan, Task
 from draftahead.train.texts import Texts, read_answers
 
@@ -53,10 +54,15 @@ class Material:
             tokens=tokens,
             longest=longest,
             seed=seed,
-            keep=keep,
+            keep=keep if folder is None else keep // share[1],  # each has memory, all one disk
             folder=folder,
             share=share,
         )
+
+    def most_used(self, size: int) -> Tensor:
+        """A draft vocabulary."""
+        vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)
+        return draft_vocabulary(self.texts, size, vocabulary)
 
     def held_out_blocks(self, depths: Seq[int], *, tokens: int, longest: int) -> Blocks:
         return Blocks(self.held_out, self.model, depths, tokens=tokens, longest=longest)

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftahead.errors import ConfigError, PromptError
+from draftahead.heads.files import write_tensors
 from draftahead.types import Sampling
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ def read_prompts(path: Path, llm: LLM) -> tuple[list[list[int]], Texts | None]:
             if "messages" in entry:
                 asked: Any = entry["messages"]
             else:
-                said = str(entry["prompt"] if "prompt" in entry else entry["turns"][0])
+                turns = [entry["prompt"]] if "prompt" in entry else entry["turns"]
+                if isinstance(turns, str) or not isinstance(said := turns[0], str):
+                    raise TypeError("a prompt is a text, and turns are a list of them")
                 chat = getattr(llm.tokenizer, "chat_template", None) is not None
                 asked = [{"role": "user", "content": said}] if chat else said
             prompts.append(llm.encode(asked))
@@ -199,10 +202,8 @@ def _identity(model: Any) -> str:
 
 
 def _save(texts: Texts, file: Path) -> None:
-    """At once or not at all."""
-    part = file.with_suffix(".part")
-    save_file({"tokens": texts.tokens, "starts": texts.starts, "answers": texts.answers}, part)
-    part.replace(file)
+    held = {"tokens": texts.tokens, "starts": texts.starts, "answers": texts.answers}
+    write_tensors(held, file)
 
 
 def read_answers(folder: Path) -> Texts:
