@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 import zoo
 from draftahead import LLM, Draft, DrafterFaultWarning, Sampling
 from draftahead.drafters import sound
-from draftahead.drafters.auto import RETRY, TRIES, Auto, Costly, Guess, paths, union
+from draftahead.drafters.auto import (
+    RETRY,
+    TRIES,
+    Auto,
+    Costly,
+    Guess,
+    Promise,
+    paths,
+    union,
+)
 from draftahead.rates import Calibration
 from draftahead.sampling import DraftDice
 from draftahead.types import Batch
@@ -120,17 +129,20 @@ def batch_of_one(price: Price | None) -> Batch:
 
 
 def test_a_costly_drafter_is_asked_where_it_pays() -> None:
+    """By what it adds where the others promise about as much: the more they do, the less."""
     costly, batch = Costly("one", None), batch_of_one(Price())  # type: ignore[arg-type]
+    poor, rich = Promise(1.2 / 1.02, 0.2, 2), Promise(4.0 / 1.05, 3.0, 5)
     for _ in range(TRIES):
-        assert costly.pays(batch, promised=1.0)
-        costly.note(seconds=0.3, gain=1.5, width=6)
-    assert costly.pays(batch, promised=1.2)  # 2.5 tokens in 1.36
-    assert not costly.pays(batch, promised=2.5)  # the cheap ones promise more
+        assert costly.pays(batch, poor) and costly.pays(batch, rich)
+        costly.note(0.3, poor, Promise(2.5 / 1.06, 1.5, 6))
+        costly.note(0.3, rich, Promise(4.1 / 1.06, 3.1, 6))
+    assert costly.pays(batch, poor)  # 2.5 tokens in 1.36
+    assert not costly.pays(batch, rich)  # 4.1 in 1.36, where there are 4 in 1.05
     for _ in range(40):
-        costly.note(seconds=5.0, gain=1.5, width=6)
-    asked = [costly.pays(batch, promised=1.0) for _ in range(7 * RETRY)]
+        costly.note(5.0, poor, Promise(2.5 / 1.06, 1.5, 6))
+    asked = [costly.pays(batch, poor) for _ in range(7 * RETRY)]
     assert 1 <= sum(asked) <= 3  # tried again now and then, more and more rarely
-    assert costly.pays(batch_of_one(None), promised=1.0)
+    assert costly.pays(batch_of_one(None), poor)
 
 
 @pytest.mark.usefixtures("generous_policy")

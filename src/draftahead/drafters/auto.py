@@ -12,8 +12,8 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from draftahead.drafters import Drafter, Setting, build, check, positive, register
 from draftahead.errors import ConfigError, DrafterFaultWarning
@@ -24,6 +24,7 @@ MOST = 15  # guesses to choose from
 TRIES = 4  # steps after which a costly drafter is known well enough to be judged
 RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
 RECENT = 0.1  # share of the newest step in what is thought of it
+A_KIND, MUCH = 0.5, 2.0  # guesses of others that tell situations apart, and the most of them
 
 
 @dataclass
@@ -38,42 +39,70 @@ class Guess:
     worth: float = 0.0  # and as such claims of theirs turned out
 
 
+class Promise(NamedTuple):
+    """What the best width of some trees promises."""
+
+    rate: float  # tokens a second
+    gain: float  # guesses of a text that come true
+    width: int  # nodes a text
+
+
+@dataclass
+class Situation:
+    """What asking brought where the others promised about as much."""
+
+    asked: int = 0
+    more: float = 0.0  # guesses of a text that come true beyond the others'
+    width: float = 1.0  # nodes a text that are scored then
+    retry: int = RETRY
+    idle: int = 0
+
+
 @dataclass
 class Costly:
-    """What a drafter that takes its time is worth: as it was lately, where it was asked."""
+    """What a drafter that takes its time is worth: as it was lately, where it was asked.
+
+    It adds most where the others know little, so that is told apart. What counts is what claims
+    turned out to be worth, not what came true in a step: a guess that was not worth its row may
+    have been right as well.
+    """
 
     name: str
     drafter: Drafter
     asked: int = 0
     seconds: float = 0.0  # a step
-    gain: float = 0.0  # guesses of a text that came true
-    width: float = 1.0  # nodes a text
-    retry: int = RETRY
-    idle: int = 0
+    situations: defaultdict[int, Situation] = field(default_factory=lambda: defaultdict(Situation))
 
-    def pays(self, batch: Batch, promised: float) -> bool:
-        """Whether to ask now. `promised`: tokens a second without it, as the others claim."""
-        if batch.price is None or self.asked < TRIES:
+    def pays(self, batch: Batch, others: Promise) -> bool:
+        """Whether to ask now, beside what the others promise."""
+        now = self.situations[kind_of(others)]
+        if batch.price is None or now.asked < TRIES:
             return True
         texts = len(batch.sequences)
-        seconds = batch.price.of(round(texts * self.width)) + self.seconds
-        if texts * (1 + self.gain) / seconds > promised:
-            self.retry = RETRY
+        seconds = batch.price.of(round(texts * now.width)) + self.seconds
+        if texts * (1 + others.gain + now.more) / seconds > others.rate:
+            now.retry = RETRY
             return True
-        self.idle += 1
-        if self.idle >= self.retry:
-            self.idle, self.retry = 0, min(2 * self.retry, LONGEST_RETRY)
+        now.idle += 1
+        if now.idle >= now.retry:
+            now.idle, now.retry = 0, min(2 * now.retry, LONGEST_RETRY)
             return True
         return False
 
-    def note(self, seconds: float, gain: float, width: float) -> None:
+    def note(self, seconds: float, others: Promise, together: Promise) -> None:
         # The first time, and after a while without it, it has much to read: no price of a step.
         usual = min(seconds, 2 * self.seconds) if self.asked > 1 else seconds
-        share = 1.0 if self.asked <= 1 else RECENT
+        self.seconds += (1.0 if self.asked <= 1 else RECENT) * (usual - self.seconds)
         self.asked += 1
-        self.seconds += share * (usual - self.seconds)
-        self.gain += share * (gain - self.gain)
-        self.width += share * (width - self.width)
+        now = self.situations[kind_of(others)]
+        now.asked += 1
+        share = max(RECENT, 1 / now.asked)
+        now.more += share * (together.gain - others.gain - now.more)
+        now.width += share * (together.width - now.width)
+
+
+def kind_of(others: Promise) -> int:
+    return int(min(others.gain, MUCH) / A_KIND)
 
 
 @register("auto")
@@ -107,23 +136,21 @@ class Auto(Drafter):
         self._kept: Counter[str] = Counter()
         self._calibrations: defaultdict[tuple[str, ...], Calibration] = defaultdict(Calibration)
         self._trees: list[list[Guess]] = []  # of the step under way, by row
-        self._asked_costly: float | None = None  # seconds that it took in this step
 
     # ------------------------------------------------------------------------------ proposing
 
     def propose(self, batch: Batch) -> Draft | None:
-        self._trees, self._asked_costly = [], None
+        self._trees = []
         drafts = {name: self._ask(name, drafter, batch) for name, drafter in [*self.cheap.items()]}
         self._trees = self._merged(drafts, batch)
         # A number of guesses that was asked for is made up whatever it takes.
-        if self.costly and (
-            not self.guided or self.costly.pays(batch, promised(self._trees, batch))
-        ):
-            start = time.perf_counter()
-            name = self.costly.name
-            drafts[name] = self._ask(name, self.costly.drafter, batch)
-            self._asked_costly = time.perf_counter() - start
+        others = promised(self._trees, batch)
+        if self.costly and (not self.guided or self.costly.pays(batch, others)):
+            start, costly = time.perf_counter(), self.costly
+            drafts[costly.name] = self._ask(costly.name, costly.drafter, batch)
+            seconds = time.perf_counter() - start
             self._trees = self._merged(drafts, batch)
+            costly.note(seconds, others, promised(self._trees, batch))
         trees = [[(guess.token, guess.parent) for guess in tree] for tree in self._trees]
         if not any(trees):
             return None
@@ -184,10 +211,6 @@ class Auto(Drafter):
                 drafter.learn(batch, verdict, scores)
             except Exception as fault:
                 self._leave_out(name, fault)
-        if self.costly and self._asked_costly is not None and scores.draft is not None:
-            texts = len(batch.sequences)
-            gain = sum(len(path) - 1 for path in verdict.paths) / texts
-            self.costly.note(self._asked_costly, gain, scores.draft.parents.shape[1])
         for row, tree in enumerate(self._trees):
             self._note(tree, verdict.tokens[row], len(verdict.paths[row]) - 1, scores.draft, row)
 
@@ -219,9 +242,18 @@ class Auto(Drafter):
         if self.costly:
             found.append(
                 f"{self.costly.name} was asked {self.costly.asked} times, lately for "
-                f"{1e3 * self.costly.seconds:.1f} ms and {self.costly.gain:.2f} tokens a step"
+                f"{1e3 * self.costly.seconds:.1f} ms; it brought {self._more_by_kind()}"
             )
         return found
+
+    def _more_by_kind(self) -> str:
+        assert self.costly is not None
+        found = [
+            f"{now.more:.2f} guesses more where the others promised {kind * A_KIND:.1f}"
+            for kind, now in sorted(self.costly.situations.items())
+            if now.asked
+        ]
+        return ", ".join(found) or "nothing yet"
 
     def release(self, sequence: Sequence) -> None:
         everyone = [*self.cheap.items()]
@@ -234,15 +266,17 @@ class Auto(Drafter):
                 self._leave_out(name, fault)
 
 
-def promised(trees: Seq[Seq[Guess]], batch: Batch) -> float:
-    """Tokens a second that the best width of these trees promises."""
+def promised(trees: Seq[Seq[Guess]], batch: Batch) -> Promise:
+    best = Promise(0.0, 0.0, 1)
     if batch.price is None:
-        return 0.0
-    texts, best = len(trees), 0.0
+        return best
+    texts = len(trees)
     ranked = [sorted((guess.worth for guess in tree), reverse=True) for tree in trees]
     for width in range(1, 2 + max(map(len, ranked), default=0)):
-        gain = texts + sum(sum(row[: width - 1]) for row in ranked)
-        best = max(best, gain / batch.price.of(texts * width))
+        gain = sum(sum(row[: width - 1]) for row in ranked) / texts
+        rate = texts * (1 + gain) / batch.price.of(texts * width)
+        if rate > best.rate:
+            best = Promise(rate, gain, width)
     return best
 
 
