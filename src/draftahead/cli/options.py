@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.", show_default=True)]
 Drafter = Annotated[
-    str | None, typer.Option(help="auto, suffix, recycle, lookup, draft_model, medusa or none.")
+    str | None, typer.Option(help="auto, eagle, medusa, suffix, draft_model, none ...")
 ]
 DraftModel = Annotated[str | None, typer.Option(help="The model, or the heads, that draft.")]
 SpeculativeConfig = Annotated[
