@@ -125,7 +125,9 @@ class Auto(Drafter):
         self.costly: Costly | None = None
         if model is not None and head is not None:
             raise ConfigError("give auto a 'model' or a 'head' to draft with, not both")
-        head = head if head is not None or model is not None else setting.head
+        # On a GPU a head's passes are not recorded, and would take longer than the target's.
+        if head is None and model is None and setting.device.type == "cpu":
+            head = setting.head
         if model is not None:
             drafter = build({"method": "draft_model", "model": model}, setting)
             self.costly = Costly("draft_model", drafter)
