@@ -65,7 +65,9 @@ class KVCache:
             self.length,
             like.device,
         )
-        self.states = like.new_zeros(self.rows, 1, self.length, width)
+        # Not `new_zeros`: that would touch memory which no text may ever need.
+        size = (self.rows, 1, self.length, width)
+        self.states = torch.zeros(size, dtype=like.dtype, device=like.device)
         self.contents = [[] for _ in range(self.rows)]  # nothing is known of what they hold
 
     def store(self, states: Tensor, first: int, slots: Tensor) -> None:
