@@ -21,7 +21,7 @@ from draftahead.rates import Calibration
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 MOST = 15  # guesses to choose from
-TRIES = 4  # steps after which a costly drafter is known well enough to be judged
+TRIES = 4  # texts after which a costly drafter is known well enough to be judged
 RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
 RECENT = 0.1  # share of the newest step in what is thought of it
 A_KIND, MUCH = 0.5, 2.0  # guesses of others that tell situations apart, and the most of them
@@ -51,7 +51,7 @@ class Promise(NamedTuple):
 class Situation:
     """What asking brought where the others promised about as much."""
 
-    asked: int = 0
+    asked: int = 0  # texts
     more: float = 0.0  # guesses of a text that come true beyond the others'
     width: float = 1.0  # nodes a text that are scored then
     retry: int = RETRY
@@ -89,14 +89,14 @@ class Costly:
             return True
         return False
 
-    def note(self, seconds: float, others: Promise, together: Promise) -> None:
+    def note(self, seconds: float, others: Promise, together: Promise, texts: int = 1) -> None:
         # The first time, and after a while without it, it has much to read: no price of a step.
         usual = min(seconds, 2 * self.seconds) if self.asked > 1 else seconds
         self.seconds += (1.0 if self.asked <= 1 else RECENT) * (usual - self.seconds)
         self.asked += 1
         now = self.situations[kind_of(others)]
-        now.asked += 1
-        share = max(RECENT, 1 / now.asked)
+        now.asked += texts  # a batch tells as much as so many steps
+        share = max(RECENT, texts / now.asked)
         now.more += share * (together.gain - others.gain - now.more)
         now.width += share * (together.width - now.width)
 
@@ -152,7 +152,7 @@ class Auto(Drafter):
             drafts[costly.name] = self._ask(costly.name, costly.drafter, batch)
             seconds = time.perf_counter() - start
             self._trees = self._merged(drafts, batch)
-            costly.note(seconds, others, promised(self._trees, batch))
+            costly.note(seconds, others, promised(self._trees, batch), len(batch.sequences))
         trees = [[(guess.token, guess.parent) for guess in tree] for tree in self._trees]
         if not any(trees):
             return None
