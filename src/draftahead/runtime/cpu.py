@@ -87,34 +87,8 @@ class CpuDecoder:
     bit_stable = True
 
     def __init__(self, shape: LlamaShape, cache: KVCache) -> None:
-        library = build.library()
-        if library is None:
-            raise NotThisShapeError(build.problem())
-        require(cache.keys[0].dtype == torch.float32, "not float32")
-        require(cache.keys[0].device.type == "cpu", "not on the CPU")
-        require(shape.width % 16 == 0 and shape.inner % 16 == 0, "odd widths")
-        require(fits(shape.head), "head")
-        self._library, self._shape, self._cache = library, shape, cache
-        self._layers = (Layer * len(shape.layers))(
-            *(
-                described(layer, cache.keys[i], cache.values[i])
-                for i, layer in enumerate(shape.layers)
-            )
-        )
-        self._model = Model(
-            layers=ctypes.addressof(self._layers),
-            layer_count=len(shape.layers),
-            hidden=shape.hidden,
-            heads=shape.heads,
-            key_heads=shape.key_heads,
-            width=shape.width,
-            inner=shape.inner,
-            length=cache.length,
-            activation=shape.activation,
-            final_norm=vector(shape.norm),
-            head=describe(shape.head),
-            eps=shape.eps,
-        )
+        self._library, self._layers, self._model = bound(shape, cache)
+        self._shape, self._cache = shape, cache
         # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
         self.tolerance = 0.05 if self._model.head.scales else 1e-3
         self._exit: Exit | None = None
@@ -310,6 +284,36 @@ class Nodes(NamedTuple):
     def some(self, which: Tensor) -> Nodes:
         rows = torch.arange(len(which))[:, None]
         return self._replace(cos=self.cos[rows, which], sin=self.sin[rows, which], which=which)
+
+
+def bound(shape: LlamaShape, cache: KVCache) -> tuple[Any, Any, Model]:
+    """The kernels, and a model over a cache as they take it. Shape and cache must outlive
+    what is returned: it holds addresses."""
+    library = build.library()
+    if library is None:
+        raise NotThisShapeError(build.problem())
+    require(cache.keys[0].dtype == torch.float32, "not float32")
+    require(cache.keys[0].device.type == "cpu", "not on the CPU")
+    require(shape.width % 16 == 0 and shape.inner % 16 == 0, "odd widths")
+    require(fits(shape.head), "head")
+    layers = (Layer * len(shape.layers))(
+        *(described(layer, cache.keys[i], cache.values[i]) for i, layer in enumerate(shape.layers))
+    )
+    model = Model(
+        layers=ctypes.addressof(layers),
+        layer_count=len(shape.layers),
+        hidden=shape.hidden,
+        heads=shape.heads,
+        key_heads=shape.key_heads,
+        width=shape.width,
+        inner=shape.inner,
+        length=cache.length,
+        activation=shape.activation,
+        final_norm=vector(shape.norm),
+        head=describe(shape.head),
+        eps=shape.eps,
+    )
+    return library, layers, model
 
 
 def described(layer: LayerParts, keys: Tensor, values: Tensor) -> Layer:

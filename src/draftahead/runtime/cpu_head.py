@@ -15,9 +15,8 @@ from torch import Tensor
 
 from draftahead.kvcache import KVCache
 from draftahead.runtime import build
-from draftahead.runtime.cpu import MOST_ROWS, TOP, Layer, Model, Pass, described, vector
-from draftahead.runtime.linear import describe, fits
-from draftahead.runtime.shape import LlamaShape, NotThisShapeError, require
+from draftahead.runtime.cpu import MOST_ROWS, TOP, Pass, bound
+from draftahead.runtime.shape import LlamaShape
 
 
 class Growth(ctypes.Structure):
@@ -58,33 +57,8 @@ class CpuHead:
     """`shape` without an embedding and a rotation, bound to a cache."""
 
     def __init__(self, shape: LlamaShape, cache: KVCache) -> None:
-        library = build.library()
-        if library is None:
-            raise NotThisShapeError(build.problem())
-        require(cache.keys[0].dtype == torch.float32, "not float32")
-        require(shape.width % 16 == 0 and shape.inner % 16 == 0, "odd widths")
-        require(fits(shape.head), "head")
-        self._library, self._shape = library, shape  # whose weights must outlive their addresses
-        self._layers = (Layer * len(shape.layers))(
-            *(
-                described(layer, cache.keys[i], cache.values[i])
-                for i, layer in enumerate(shape.layers)
-            )
-        )
-        self._model = Model(
-            layers=ctypes.addressof(self._layers),
-            layer_count=len(shape.layers),
-            hidden=shape.hidden,
-            heads=shape.heads,
-            key_heads=shape.key_heads,
-            width=shape.width,
-            inner=shape.inner,
-            length=cache.length,
-            activation=shape.activation,
-            final_norm=vector(shape.norm),
-            head=describe(shape.head),
-            eps=shape.eps,
-        )
+        self._library, self._layers, self._model = bound(shape, cache)
+        self._held = shape, cache  # whose addresses these are
         self._scratch = torch.empty(0)
 
     def takes(self, texts: int, nodes: int, block: int) -> bool:
