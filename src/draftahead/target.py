@@ -120,9 +120,8 @@ class Target:
 
     def keep(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         tokens = draft.rows
-        for row in range(len(batch.sequences)):
-            path = verdict.paths[row]
-            self.passes.cache.keep(row, path, [tokens[row][node] for node in path])
+        kept = [[tokens[row][node] for node in path] for row, path in enumerate(verdict.paths)]
+        self.passes.cache.keep(verdict.paths, kept)
 
     def timed_pass(self, rows: int, keys: int) -> float:
         """Seconds of a pass over so many rows behind so many keys, of no text. For idle caches."""

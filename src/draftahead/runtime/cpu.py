@@ -169,9 +169,13 @@ class CpuDecoder:
         """States after the lower layers: of nodes that were there already, and of the others, which
         go through these layers now. `come`: where each node was, or -1."""
         count = x.shape[1]
-        for row, places in enumerate(come):
-            moved = [(to, at) for to, at in enumerate(places) if at not in (-1, to)]
-            self._cache.move(nodes.first + row, moved, below.layers)
+        moved = [
+            (row, to, at)
+            for row, places in enumerate(come, nodes.first)
+            for to, at in enumerate(places)
+            if at not in (-1, to)
+        ]
+        self._cache.move(moved, below.layers)
         missing = max(row.count(-1) for row in come)
         # The same number in every row; what is done once more comes to the same.
         order = [sorted(range(count), key=[at != -1 for at in row].__getitem__) for row in come]
