@@ -17,6 +17,7 @@ from draftahead.runtime import build
 from draftahead.runtime.below import Below
 from draftahead.runtime.linear import Weights, describe, fits
 from draftahead.runtime.shape import (
+    Ahead,
     LayerParts,
     LlamaShape,
     NotThisShapeError,
@@ -85,6 +86,7 @@ class CpuDecoder:
     """A recognised model, bound to one cache."""
 
     bit_stable = True
+    reads_ahead = False
 
     def __init__(self, shape: LlamaShape, cache: KVCache) -> None:
         self._library, self._layers, self._model = bound(shape, cache)
@@ -130,12 +132,13 @@ class CpuDecoder:
         self,
         tokens: Tensor,
         lengths: Seq[int],
-        parents: Seq[Seq[int]] | None,
+        parents: Seq[Seq[int]] | Ahead | None,
         *,
         place: Place,
         scored: bool = True,
     ) -> Scored:
         """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] if not `scored`."""
+        assert not isinstance(parents, Ahead)
         texts, count = tokens.shape
         parents = parents or [range(-1, count - 1)] * texts
         whole = self._whole or self
