@@ -116,8 +116,8 @@ class Unseen(Drafter):
     """Another's trees, handed over as a device would that is still at work. Some rows of some are
     spoilt: tokens, parents and roots that are none."""
 
-    def __init__(self, other: Drafter, *, spoils: bool) -> None:
-        self.other, self.spoils, self.steps = other, spoils, 0
+    def __init__(self, other: Drafter, *, spoils: bool, device: str = "cpu") -> None:
+        self.other, self.spoils, self.steps, self.device = other, spoils, 0, device
 
     def propose(self, batch: Batch) -> Draft | None:
         draft = self.other.propose(batch)
@@ -131,7 +131,7 @@ class Unseen(Drafter):
             spoilt = [(0, 1, 10**9), (0, 0, 77), (1, -1, 50), (1, 1, -1), (2, 1, -(10**12))]
             part, node, value = spoilt[kind]
             trees[row, part, node] = value
-        return Draft.ahead(Growing(batch.roots, trees, lambda: 0.0))
+        return Draft.ahead(Growing(batch.roots, trees.to(self.device), lambda: 0.0))
 
 
 def planted(tokens: torch.Tensor, ahead: Ahead) -> tuple[torch.Tensor, torch.Tensor]:
