@@ -24,6 +24,7 @@ from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
 from draftahead.parts import Part, shown
 from draftahead.runtime.choice import kernels_for, recording_of
 from draftahead.runtime.cpu import MOST_ROWS
+from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.gpu import GpuDecoder
 from draftahead.runtime.linear import SmallRowLinears
 from draftahead.runtime.padding import Padding
@@ -68,6 +69,7 @@ class CachedModel:
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallRowLinears(model)
         self._decoder: Decoder | None = None
+        self._fill: RecordedFill | None = None
         # [B, N] the first of the largest logits of the last pass, -1 where that is not finite;
         # None where the pass did not find it on its way.
         self.best: Tensor | None = None
@@ -108,6 +110,8 @@ class CachedModel:
         self.cache.watch(len(self._watched) * int(config.hidden_size))
         if self._decoder is not None:
             self._decoder.watch(self._watched)
+        if self._fill is not None:
+            self._fill.graphs.forget()
 
     def states(self, depths: Seq[int], rows: Tensor, slots: Tensor) -> Tensor:
         """What is in `slots` [B, N] of `rows` [B] was after so many layers, [B, N, W, H]."""
@@ -288,10 +292,16 @@ class CachedModel:
         chunk = fixed or (MOST_ROWS if self.bit_stable else PREFILL_CHUNK)
         for start in range(matched, len(tokens), chunk):
             part = list(tokens[start : start + chunk])
-            block = torch.tensor([part + [0] * (fixed - len(part) if fixed else 0)])
-            self.run(block, first=row, live=live, scored=False, real=len(part))
+            if fixed or not self._filled(row, part, start):
+                block = torch.tensor([part + [0] * (fixed - len(part) if fixed else 0)])
+                self.run(block, first=row, live=live, scored=False, real=len(part))
             self.cache.contents[row].extend(part)
         return matched
+
+    def _filled(self, row: int, tokens: list[int], held: int) -> bool:
+        """A part of a prompt by a recording, where there are some."""
+        last = self._last_position(row)
+        return self._fill is not None and self._fill.run(row, tokens, held, last)
 
     def prefill_rows(self, first: int, texts: Seq[Seq[int]]) -> None:
         """Fills rows from `first` on, several in a pass, reusing nothing."""
@@ -348,7 +358,11 @@ class CachedModel:
         forward on a text and a tree."""
         self._binding = Binding(self.model)
         decoder = kernels_for(self.model, self.cache, self._calls) or self._recording()
+        self._fill = None
         found = self._checked(decoder, row)
+        # What can be recorded pass by pass can be for a prompt.
+        if found is not None and self.device.type == "cuda":
+            self._fill = RecordedFill(self.model, self._forward, self.cache)
         if found is not None and self._watched:
             found.watch(self._watched)
         return found

@@ -27,7 +27,6 @@ SURVEY = 0.4  # and measuring them
 SURVEY_TURNS = 4
 SURVEYED_KEYS = 1024
 WARM_UP = 3  # passes of a width of which the quickest counts
-SLOW = 4.0  # times longer than thought: the first pass of a width does not count then
 PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to the width
 LOSS = 0.01  # of the run's time that drafting may cost before it pauses
 GRACE = 0.5  # of a pass, on top: one guess that fails is no reason
@@ -90,8 +89,6 @@ class Costs:
         if seconds <= 0:
             return
         self._seen[rows] = self._seen.get(rows, 0) + 1
-        if self._seen[rows] == 1 and self._shape and seconds > SLOW * self.of(rows):
-            return  # it was compiled or recorded just now; so it will not be the next time
         if self._seen[rows] <= WARM_UP:
             bare = max(0.1 * seconds, seconds - self._pace * self._attending(rows))
             self._shape[rows] = min(self._shape.get(rows, math.inf), bare / self._pace)

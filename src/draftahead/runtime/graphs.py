@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftahead import tree
 from draftahead.runtime.shape import Ahead
+from draftahead.stats import SetUp
 
 MOST_GRAPHS = 64
 MOST_ALIKE = 8  # recordings of one shape: so many passes of it can be under way
@@ -133,10 +134,11 @@ class Recording:
     def run(self, clock: DeviceClock | None = None) -> Output:
         """The output's memory belongs to the graph: good until its next run."""
         if self._graph is None:
-            self._pass()  # compiles kernels and makes workspaces: neither may be recorded
-            self._try_without_waiting()
-            torch.cuda.synchronize()
-            self._graph = self._recorded()
+            with SetUp.counted():
+                self._pass()  # compiles kernels and makes workspaces: neither may be recorded
+                self._try_without_waiting()
+                torch.cuda.synchronize()
+                self._graph = self._recorded()
         if clock is not None:
             clock.mark()
         self._graph.replay()
