@@ -206,3 +206,25 @@ def test_a_step_with_a_tree_ahead_reads_back_once() -> None:
     steps = max(out.stats.steps for out in outs)
     where = {f"{w.filename}:{w.lineno}" for w in found}
     assert steps <= len(found) <= steps + 8, (len(found), steps, where)  # prompts wait, too
+
+
+@pytest.mark.parametrize("kind", ["kernels", "recorded"])
+def test_prompts_are_filled_by_recordings(kind: str) -> None:
+    """Into whatever row, and as by the model's own forward."""
+    model = tiny("gemma2", torch.float32) if kind == "recorded" else shaped("llama", torch.bfloat16)
+    both = []
+    for recorded in (False, True):
+        passes = CachedModel(model, max_batch=3, max_context=100, spare=64)
+        assert passes._fill is not None
+        if not recorded:
+            passes._fill = None
+        passes.watch((1, 2))
+        for row, length in ((0, 5), (1, 37), (2, 39), (0, 60), (1, 88)):
+            passes.prefill(row, [(7 * row + 3 * i) % 90 for i in range(length)])
+        if passes._fill is not None:
+            assert len(passes._fill.graphs) == 2 and passes._fill.graphs.works
+        both.append(passes.cache)
+    for row, held in enumerate(both[0].contents):
+        for eager, filled in zip(both[0]._stored(), both[1]._stored(), strict=True):
+            one, other = (x[:, row, :, : len(held)].float() for x in (eager, filled))
+            assert float((one - other).norm() / one.norm()) < (1e-4 if kind == "recorded" else 0.02)
