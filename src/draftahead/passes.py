@@ -274,6 +274,7 @@ class CachedModel:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name
 
+    @torch.inference_mode()
     def prefill(
         self, row: int, tokens: Seq[int], *, fixed: int | None = None, live: int | None = None
     ) -> int:

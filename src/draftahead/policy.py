@@ -98,15 +98,15 @@ class Costs:
         self._shape[rows] *= surprise**WIDTH
 
     def note_drafting(self, seconds: float) -> float:
-        """Returns what of it is a price of a step: a prompt that is read for the first time takes
-        longer, and a device may have had to compile or record something."""
+        """Returns the usual price of it: a drafter that reads a prompt for the first time, or makes
+        up for a pause, takes longer."""
         self._drafts += 1
         if self._drafts <= WARM_UP:
             self.drafting = min(seconds, self.drafting or seconds)
-            return self.drafting
-        usual = min(seconds, 3 * self.drafting)
-        self.drafting = 0.8 * self.drafting + 0.2 * usual
-        return usual
+        else:
+            usual = min(seconds, 3 * self.drafting)
+            self.drafting = 0.8 * self.drafting + 0.2 * usual
+        return self.drafting
 
     def of(self, rows: int) -> float:
         """For this many rows of the batch as it is now."""

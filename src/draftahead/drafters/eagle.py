@@ -34,7 +34,7 @@ from draftahead.types import Batch, Draft, Scores, Verdict
 
 A_LEVEL = 4  # nodes that a tree of a fixed size goes on from at each level
 # On a GPU: levels of a tree, nodes of a level for all texts together, and sizes of what is scored.
-AHEAD, ABREAST, SIZES = 6, 16, (4, 8, 16)
+AHEAD, ABREAST, SIZES = 6, 16, (2, 4, 8, 16)
 
 
 @register("eagle", synonyms=("eagle3",))

@@ -282,7 +282,11 @@ class HeadPasses:
         base = placed(bases, torch.int64, self.device)
         deep = placed(depths, torch.int64, self.device)
         places = slice(which.start, which.stop)
-        ancestors = tree.ancestors(placed(above, torch.int64, self.device))
+        chain = list(range(-1, which.stop - 1))
+        is_chain = which.start == 0 and all(row == chain for row in above)
+        # To follow parents up takes a device one step after the other.
+        known = None if is_chain else placed(above, torch.int64, self.device)
+        ancestors = None if known is None else tree.ancestors(known)
         live = max(bases) + which.stop
         mask = attention.distances(base, deep, ancestors, live)[:, :, places]
         slots = base[:, None] + torch.arange(which.start, which.stop, device=self.device)

@@ -1,7 +1,7 @@
 """Triton kernels that grow trees of guesses with a trained head, without a look by the host.
 
 For each text there is a pool of guesses, four (`CHILDREN`) below the root and below each node that
-the tree went on from: those are its block, `NODES` at each level. Level by level the likeliest of
+the tree went on from: those are its block, `nodes` at each level. Level by level the likeliest of
 the pool that were not gone on from are (`expand`), and get children in turn (`branch`); at the end
 the likeliest of all are the draft (`select`). As growth.Grower does it.
 """
@@ -24,17 +24,16 @@ def _normed(value, weight, inside, at, eps, HIDDEN: tl.constexpr):
     return wide * inverse * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "slots"])
 def fuse(
-    states, places, weights, out, lengths, slots, stride, eps,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
+    states, places, weights, out, lengths, width, slots, stride, eps,
+    PARTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The target's states of a text's next `WIDTH` slots side by side, [rows, PARTS * HIDDEN]; each
+    """The target's states of a text's next `width` slots side by side, [rows, PARTS * HIDDEN]; each
     of them normed ("each"), all of them as one ("all"), or as they are ("none")."""
     row = tl.program_id(0)
-    text = row // WIDTH
-    slot = tl.minimum(tl.load(lengths + text) + row % WIDTH, slots - 1)
+    text = row // width
+    slot = tl.minimum(tl.load(lengths + text) + row % width, slots - 1)
     source = states + (text.to(tl.int64) * slots + slot) * stride
     at = tl.arange(0, BLOCK)
     inside = at < HIDDEN
@@ -89,13 +88,12 @@ def enter(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["level", "filled", "nodes", "all_nodes", "width"])
 def expand(
     said, likely, aboves, deep, since, chosen, depths, ancestors, counts, roots, outputs,
     embeddings, embed_norm, hidden_norm, norm, seen, x, eps,
-    LEVEL: tl.constexpr, FILLED: tl.constexpr, NODES: tl.constexpr, ALL: tl.constexpr,
-    POOL: tl.constexpr, WIDTH: tl.constexpr,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORMS_RESIDUAL: tl.constexpr,
+    level, filled, nodes, all_nodes, width,
+    POOL: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORMS_RESIDUAL: tl.constexpr,
     NORMS_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """Chooses a text's nodes to go on from at this level, each program one of them, and lets it in
@@ -104,34 +102,34 @@ def expand(
     text, which = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, POOL)
     pool = text * POOL + index
-    inside = index < FILLED
-    level = tl.load(since + pool, mask=inside, other=1)
+    inside = index < filled
+    taken = tl.load(since + pool, mask=inside, other=1)
     chance = tl.load(likely + pool, mask=inside, other=0.0)
-    chance = tl.where(inside & ((level == 0) | (level >= LEVEL)), chance, -1.0)
+    chance = tl.where(inside & ((taken == 0) | (taken >= level)), chance, -1.0)
     best = tl.argmax(chance, 0)
     for _ in range(which):
         chance = tl.where(index == best, -1.0, chance)
         best = tl.argmax(chance, 0)
     guess = text * POOL + best
-    own = (LEVEL - 1) * NODES + which
-    node = text * ALL + own
-    tl.store(since + guess, LEVEL)
+    own = (level - 1) * nodes + which
+    node = text * all_nodes + own
+    tl.store(since + guess, level)
     tl.store(chosen + node, best)
     above = tl.load(aboves + guess)  # in the block; -1 is the root
-    parent = tl.load(ancestors + text * ALL + above, mask=above >= 0, other=0)
+    parent = tl.load(ancestors + text * all_nodes + above, mask=above >= 0, other=0)
     tl.store(ancestors + node, parent | (tl.full((), 1, tl.int64) << own))
     tl.store(depths + node, tl.load(deep + guess).to(tl.int64) - 1)
     at = tl.arange(0, BLOCK)
     # Outputs lie level by level, texts side by side.
     texts = tl.num_programs(0)
-    place = above // NODES * texts * NODES + text * NODES + above % NODES
-    root = roots + (text * WIDTH + tl.load(counts + text) - 1) * HIDDEN
+    place = above // nodes * texts * nodes + text * nodes + above % nodes
+    root = roots + (text * width + tl.load(counts + text) - 1) * HIDDEN
     source = root if above < 0 else outputs + place * HIDDEN
     hidden = tl.load(source + at, mask=at < HIDDEN, other=0.0)
     if NORMS_OUTPUT:
         hidden = _normed(hidden, norm, at < HIDDEN, at, eps, HIDDEN).to(hidden.dtype)
     _enter(
-        tl.load(said + guess), hidden, text * NODES + which, embeddings, embed_norm, hidden_norm,
+        tl.load(said + guess), hidden, text * nodes + which, embeddings, embed_norm, hidden_norm,
         seen, x, eps, HIDDEN, BLOCK, NORMS_RESIDUAL,
     )  # fmt: skip
 
@@ -155,23 +153,23 @@ def _arrival(key, token):
     return tl.where(high < 0.02, near, -tl.log(tl.where(high < 0.02, 0.5, low)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["level", "nodes", "all_nodes", "width", "deepest"])
 def branch(
     logits, vocabulary, said, likely, aboves, deep, since, higher, chosen, counts, keys, warmth,
-    LEVEL: tl.constexpr, NODES: tl.constexpr, ALL: tl.constexpr, POOL: tl.constexpr,
-    WIDTH: tl.constexpr, CHILDREN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    DEEPEST: tl.constexpr, SAMPLED: tl.constexpr, WHOLE: tl.constexpr,
+    level, nodes, all_nodes, width, deepest,
+    ROOT: tl.constexpr, POOL: tl.constexpr, CHILDREN: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, SAMPLED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The likeliest tokens after a node of this level (0: after the root) join the pool. Where a
+    """The likeliest tokens after a node of this level, or after the root, join the pool. Where a
     text is sampled (warmth above 0), likely is what the target would draw from this law."""
     text, which = tl.program_id(0), tl.program_id(1)
-    if LEVEL == 0:
-        row = text * WIDTH + tl.load(counts + text) - 1
+    if ROOT:
+        row = text * width + tl.load(counts + text) - 1
         own, guess, before, depth = -1, -1, 1.0, 0
     else:
-        row = text * NODES + which
-        own = (LEVEL - 1) * NODES + which
-        guess = tl.load(chosen + text * ALL + own)
+        row = text * nodes + which
+        own = (level - 1) * nodes + which
+        guess = tl.load(chosen + text * all_nodes + own)
         before = tl.load(likely + text * POOL + guess)
         depth = tl.load(deep + text * POOL + guess)
     at = tl.arange(0, BLOCK)
@@ -185,7 +183,7 @@ def branch(
     weight = tl.exp(value - tl.max(value, 0))
     if SAMPLED:
         token = at if WHOLE else tl.load(vocabulary + at, mask=inside, other=0)
-        key = tl.load(keys + text * DEEPEST + depth)
+        key = tl.load(keys + text * deepest + depth)
         arrival = _arrival(key, token.to(tl.int64))
         weight = tl.where(warm > 0, weight / arrival, weight)
     weight = weight / tl.sum(weight, 0)
@@ -203,24 +201,21 @@ def branch(
         tl.store(since + first + child, 0)
 
 
-@triton.jit
-def select(
-    said, likely, higher, trees,
-    FILLED: tl.constexpr, POOL: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The root and the likeliest `SIZE` - 1 guesses of a text: tokens, parents and likelihoods."""
+@triton.jit(do_not_specialize=["filled", "size"])
+def select(said, likely, higher, trees, filled, size, POOL: tl.constexpr):
+    """The root and the likeliest `size` - 1 guesses of a text: tokens, parents and likelihoods."""
     text, index = tl.program_id(0), tl.arange(0, POOL)
     pool = text * POOL + index
-    inside = index < FILLED
+    inside = index < filled
     chance = tl.load(likely + pool, mask=inside, other=-1.0)
     earlier = index[None, :] < index[:, None]
     ahead = (chance[None, :] > chance[:, None]) | ((chance[None, :] == chance[:, None]) & earlier)
     # No guess is likelier than its parent, which stands before it: so it comes with it.
-    kept = inside & (tl.sum(ahead.to(tl.int32), 1) < SIZE - 1)
+    kept = inside & (tl.sum(ahead.to(tl.int32), 1) < size - 1)
     place = 1 + tl.sum((kept[None, :] & earlier).to(tl.int32), 1)
     above = tl.load(higher + pool, mask=inside, other=-1)
     parent = tl.sum(tl.where(above[:, None] == index[None, :], place[None, :], 0), 1)
-    tree = trees + text * 3 * SIZE + place
+    tree = trees + text * 3 * size + place
     tl.store(tree, tl.load(said + pool, mask=inside, other=0), mask=kept)
-    tl.store(tree + SIZE, parent.to(tl.int64), mask=kept)
-    tl.store(tree + 2 * SIZE, (chance * SURE).to(tl.int64), mask=kept)
+    tl.store(tree + size, parent.to(tl.int64), mask=kept)
+    tl.store(tree + 2 * size, (chance * SURE).to(tl.int64), mask=kept)

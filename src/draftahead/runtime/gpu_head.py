@@ -21,7 +21,7 @@ from draftahead.runtime.gpu_layers import MOST_ROWS, Block, GpuLayers, Reach, po
 from draftahead.runtime.graphs import DeviceClock, Graphs, Inputs
 from draftahead.runtime.shape import LlamaShape, is_plain, require
 
-LEAST_PAIRS = 4  # of a text in a recording; more are powers of two
+LEAST_PAIRS = 8  # of a text in a recording; more are powers of two
 
 
 class Entrance(NamedTuple):
@@ -181,9 +181,8 @@ class GpuHead:
                 growth.said, growth.likely, growth.aboves, growth.deep, growth.since,
                 growth.chosen, growth.depths, growth.ancestors, growth.counts, growth.roots,
                 growth.outputs, *weight, self._shape.norm, self._seen, layers.x, self._shape.eps,
-                LEVEL=level, FILLED=plan.children * (1 + before), NODES=plan.a_level,
-                ALL=plan.nodes, POOL=growth.pool, WIDTH=width, NORMS_OUTPUT=entrance.norms_output,
-                **self._sizes(),
+                level, plan.children * (1 + before), plan.a_level, plan.nodes, width,
+                POOL=growth.pool, NORMS_OUTPUT=entrance.norms_output, **self._sizes(),
             )  # fmt: skip
             block = Block(growth.real, below, growth.depths, growth.ancestors, plan.a_level, before)
             out = growth.outputs[(level - 1) * rows : level * rows]
@@ -192,7 +191,7 @@ class GpuHead:
             self._branch(growth, plan, level)
         layers.launch(
             kernels.select, texts, growth.said, growth.likely, growth.higher, growth.trees,
-            FILLED=plan.guesses, POOL=growth.pool, SIZE=plan.size,
+            plan.guesses, plan.size, POOL=growth.pool,
         )  # fmt: skip
         return (growth.trees,)
 
@@ -204,9 +203,8 @@ class GpuHead:
         parts, hidden = entrance.norms.shape
         layers.launch(
             kernels.fuse, rows, states, growth.places, entrance.norms, self._joined, growth.lengths,
-            states.shape[2], states.shape[3], self._shape.eps,
-            WIDTH=width, PARTS=parts, HIDDEN=hidden, BLOCK=power_of_two(hidden),
-            NORM=entrance.norm,
+            width, states.shape[2], states.shape[3], self._shape.eps,
+            PARTS=parts, HIDDEN=hidden, BLOCK=power_of_two(hidden), NORM=entrance.norm,
         )  # fmt: skip
         layers.linear("down", [entrance.fuse], self._joined, self._features, rows)
         layers.launch(
@@ -226,9 +224,9 @@ class GpuHead:
             self.layers.logits, growth.said if tokens is None else tokens,
             growth.said, growth.likely, growth.aboves, growth.deep, growth.since, growth.higher,
             growth.chosen, growth.counts, growth.keys, growth.warmth,
-            LEVEL=level, NODES=plan.a_level, ALL=max(1, plan.nodes), POOL=growth.pool,
-            WIDTH=width, CHILDREN=plan.children, TOKENS=size, BLOCK=power_of_two(size),
-            DEEPEST=plan.deepest, SAMPLED=plan.sampled, WHOLE=tokens is None, num_warps=16,
+            level, plan.a_level, max(1, plan.nodes), width, plan.deepest,
+            ROOT=level == 0, POOL=growth.pool, CHILDREN=plan.children, TOKENS=size,
+            BLOCK=power_of_two(size), SAMPLED=plan.sampled, WHOLE=tokens is None, num_warps=16,
         )  # fmt: skip
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
