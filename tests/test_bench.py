@@ -37,6 +37,8 @@ def test_files_in_spec_benchs_format(tmp_path: Path) -> None:
         BenchPrompt("81", "writing", ("a", "b")),
         BenchPrompt("3", "all", ("c",)),
     ]
+    file.write_text('{"turns": ["one\u2028text"]}\r\n', "utf-8")  # which is no end of a line here
+    assert load_prompts(file) == [BenchPrompt("1", "all", ("one\u2028text",))]
     for bad in ("{", '{"turns": "text"}', '{"turns": []}', "[]", '{"id": 1}'):
         file.write_text(bad)
         with pytest.raises(errors.ConfigError, match="line 1"):
