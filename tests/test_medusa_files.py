@@ -192,6 +192,8 @@ def test_files_that_cannot_be_heads(tmp_path: Path, target: Any) -> None:
     refused({**published(), **others}, "999 tokens, and the target has 97")
     outside = {**published(outputs=False), "token_map": torch.tensor([5, 97])}
     refused(outside, "outside the target's vocabulary")
+    for odd in (torch.tensor([5.0]), torch.tensor([[5]]), torch.tensor([], dtype=torch.int64)):
+        refused({**published(outputs=False), "token_map": odd}, "no list of tokens")
     (tmp_path / "config.json").write_text('{"medusa_choices": [[0, 0]]}')
     refused(published(), r"\[0, 0\] without \[0\]")
     (tmp_path / "config.json").write_text("[")
