@@ -10,9 +10,13 @@ import torch
 
 import zoo
 from draftahead import LLM, Sampling
-from draftahead.runtime.graphs import Inputs
-from draftahead.types import Draft
-from drafted import ALL
+from draftahead.drafters import Drafter
+from draftahead.drafts import SURE, Growing
+from draftahead.passes import CachedModel
+from draftahead.runtime.graphs import NodeInputs
+from draftahead.runtime.shape import Ahead
+from draftahead.types import Batch, Draft
+from drafted import ALL, Clairvoyant
 
 PROMPTS = zoo.ragged_prompts(4)
 GREEDY = Sampling(temperature=0, max_tokens=24)
@@ -72,8 +76,8 @@ def test_a_pass_reads_its_inputs_from_one_block(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     tokens = torch.tensor([[5, 6, 7], [8, 9, 1]])
-    for with_tokens in (True, False):
-        inputs = Inputs(2, 3, torch.device("cpu"), with_tokens=with_tokens)
+    for known in ("all", "shape"):
+        inputs = NodeInputs(2, 3, torch.device("cpu"), known)  # type: ignore[arg-type]
         inputs.write(tokens, [10, 20], None, 1)
         inputs.fetch()
         assert inputs.real.tolist() == [1]
@@ -92,15 +96,100 @@ def test_a_pass_reads_its_inputs_from_one_block(monkeypatch: pytest.MonkeyPatch)
 def test_host_memory_goes_to_the_next_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    first = Inputs(3, 11, torch.device("cpu"), with_tokens=True)
-    second = Inputs(3, 11, torch.device("cpu"), with_tokens=True)
+    first, second = (NodeInputs(3, 11, torch.device("cpu"), "all") for _ in range(2))
     place = first._here.data_ptr()
     assert second._here.data_ptr() != place
     del first
-    assert Inputs(3, 11, torch.device("cpu"), with_tokens=True)._here.data_ptr() == place
+    assert NodeInputs(3, 11, torch.device("cpu"), "all")._here.data_ptr() == place
 
 
 def test_tokens_and_verdict_are_read_together() -> None:
     draft = Draft(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[-1, 0]] * 2), [2, 2])
     assert draft.read_with(torch.tensor([[7], [8]])) == [[7], [8]]
     assert draft.__dict__["rows"] == [[1, 2], [3, 4]]
+
+
+# ------------------------------------------------------- trees that nobody has looked at
+
+
+class Unseen(Drafter):
+    """Another's trees, handed over as a device would that is still at work. Some rows of some are
+    spoilt: tokens, parents and roots that are none."""
+
+    def __init__(self, other: Drafter, *, spoils: bool) -> None:
+        self.other, self.spoils, self.steps = other, spoils, 0
+
+    def propose(self, batch: Batch) -> Draft | None:
+        draft = self.other.propose(batch)
+        if draft is None or max(draft.sizes) == 1:
+            return None
+        self.steps += 1
+        sure = torch.full_like(draft.tokens, SURE)
+        trees = torch.stack([draft.tokens, draft.parents, sure], 1).clone()
+        if self.spoils:
+            row, kind = self.steps % len(trees), self.steps % 5
+            spoilt = [(0, 1, 10**9), (0, 0, 77), (1, -1, 50), (1, 1, -1), (2, 1, -(10**12))]
+            part, node, value = spoilt[kind]
+            trees[row, part, node] = value
+        return Draft.ahead(Growing(batch.roots, trees, lambda: 0.0))
+
+
+def planted(tokens: torch.Tensor, ahead: Ahead) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel `plant` makes of them: something that can be scored, whatever it is."""
+    tokens = tokens.clamp(0, zoo.VOCABULARY - 1)
+    tokens[:, 0] = torch.tensor(ahead.roots)
+    nodes = torch.arange(tokens.shape[1])
+    return tokens, ahead.parents.clamp(min=0).minimum(nodes - 1)
+
+
+@pytest.fixture
+def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that does it as a GPU would."""
+    run = CachedModel.run
+
+    def unseen(self: CachedModel, tokens: Any, *, parents: Any = None, **options: Any) -> Any:
+        if isinstance(parents, Ahead):
+            tokens, parents = planted(tokens, parents)
+        return run(self, tokens, parents=parents, **options)
+
+    monkeypatch.setattr(CachedModel, "run", unseen)
+    monkeypatch.setattr(CachedModel, "reads_ahead", lambda *_: True)
+
+
+@pytest.mark.parametrize("spoils", [False, True])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.usefixtures("reads_ahead")
+def test_trees_nobody_has_looked_at_change_no_text(
+    target: Any, sampling: Sampling, spoils: bool
+) -> None:
+    plain = LLM(target, "none", max_batch=4).generate(PROMPTS, sampling)
+    answers = {tuple(p): out.token_ids for p, out in zip(PROMPTS, plain, strict=True)}
+    for other in (Clairvoyant(answers), ALL["garbage_tree"](target)):
+        drafter = Unseen(other, spoils=spoils)
+        llm = LLM(target, drafter, max_batch=4)
+        llm.engine._ahead = True
+        outs = llm.generate(PROMPTS, sampling)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+        assert drafter.steps
+        if isinstance(other, Clairvoyant) and not spoils:
+            assert sum(out.stats.accepted for out in outs) > sum(out.stats.steps for out in outs)
+
+
+def test_where_nothing_reads_ahead_they_are_looked_at(target: Any) -> None:
+    plain = LLM(target, "none", max_batch=4).generate(PROMPTS, GREEDY)
+    answers = {tuple(p): out.token_ids for p, out in zip(PROMPTS, plain, strict=True)}
+    llm = LLM(target, Unseen(Clairvoyant(answers), spoils=False), max_batch=4)
+    outs = llm.generate(PROMPTS, GREEDY)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert sum(out.stats.accepted for out in outs) > 0
+
+
+def test_a_row_that_is_no_tree_counts_as_its_root() -> None:
+    tokens, parents = [[5, 6, 7], [8, 9, 1]], [[-1, 0, 1], [-1, 0, 2]]
+    claims = [[SURE, SURE // 2, SURE], [SURE, 0, 0]]
+    trees = torch.tensor([tokens, parents, claims]).transpose(0, 1)
+    draft = Draft.ahead(Growing([5, 8], trees, lambda: 0.0))
+    assert draft.read_with(torch.tensor([[3], [4]])) == [[3], [4]]
+    assert draft.sizes == [3, 1]
+    assert draft.rows == [[5, 6, 7], [8, 8, 8]] and draft.above == [[-1, 0, 1], [-1, 0, 0]]
+    assert draft.claims == [[0.5, 0.5], []]  # none above its parent's

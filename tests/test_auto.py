@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 import zoo
 from draftahead import LLM, Draft, DrafterFaultWarning, Sampling
 from draftahead.drafters import sound
-from draftahead.drafters.auto import (
-    RETRY,
-    TRIES,
-    Auto,
-    Costly,
-    Guess,
-    Promise,
-    paths,
-    union,
-)
+from draftahead.drafters.auto import Auto, Guess, paths, union
+from draftahead.promises import RETRY, TRIES, Costly, Promise, Unseen
 from draftahead.rates import Calibration
 from draftahead.sampling import DraftDice
 from draftahead.types import Batch
@@ -130,7 +122,7 @@ def batch_of_one(price: Price | None) -> Batch:
 
 def test_a_costly_drafter_is_asked_where_it_pays() -> None:
     """By what it adds where the others promise about as much: the more they do, the less."""
-    costly, batch = Costly("one", None), batch_of_one(Price())  # type: ignore[arg-type]
+    costly, batch = Costly(), batch_of_one(Price())
     poor, rich = Promise(1.2 / 1.02, 0.2, 2), Promise(4.0 / 1.05, 3.0, 5)
     for _ in range(TRIES):
         assert costly.pays(batch, poor) and costly.pays(batch, rich)
@@ -143,6 +135,28 @@ def test_a_costly_drafter_is_asked_where_it_pays() -> None:
     asked = [costly.pays(batch, poor) for _ in range(7 * RETRY)]
     assert 1 <= sum(asked) <= 3  # tried again now and then, more and more rarely
     assert costly.pays(batch_of_one(None), poor)
+
+
+def test_trees_nobody_sees_are_taken_where_they_turned_out_better() -> None:
+    """By what came true, where the others promise about as much."""
+    unseen, batch = Unseen(), batch_of_one(Price())
+    poor, rich = Promise(1.2 / 1.02, 0.2, 2), Promise(4.0 / 1.05, 3.0, 5)
+    for _ in range(TRIES):
+        assert unseen.is_sent(batch)
+        assert unseen.wins(batch, poor, 16) and unseen.wins(batch, rich, 16)
+        unseen.note_kept(0.1, poor, 1.5, 16, 1)
+        unseen.note_kept(0.1, rich, 2.0, 16, 1)
+    assert unseen.wins(batch, poor, 16)  # 2.5 tokens in 1.15
+    assert not unseen.wins(batch, rich, 16)  # 3 tokens, where there are 4 in 1.05
+    for _ in range(60):
+        unseen.note_kept(0.1, poor, 1.5, 16, 1)
+        unseen.wins(batch, poor, 16)
+    assert unseen.is_sent(batch)  # 2.5 tokens in 1.25, where the others usually have 1.2 in 1.02
+    for _ in range(60):
+        unseen.note_kept(5.0, poor, 1.5, 16, 1)
+    sent = [unseen.is_sent(batch) for _ in range(7 * RETRY)]
+    assert 1 <= sum(sent) <= 3
+    assert unseen.is_sent(batch_of_one(None)) and unseen.wins(batch_of_one(None), rich, 16)
 
 
 @pytest.mark.usefixtures("generous_policy")

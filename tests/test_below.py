@@ -131,7 +131,7 @@ VOID: dict[str, Callable[[CachedModel, Any], object]] = {
     "rows that changed places": lambda passes, model: passes.cache.swap_rows(1, 2),
     "a row that was copied": lambda passes, model: passes.cache.copy_row(1, 2),
     "a row that was forgotten": lambda passes, model: passes.cache.clear_row(2),
-    "tokens that were kept": lambda passes, model: passes.cache.keep(1, [0], [50]),
+    "tokens that were kept": lambda passes, model: passes.cache.keep([[0]], [[50]], first=1),
     "tokens that were kept, and dropped again": lambda passes, model: _kept_and_dropped(passes),
     "a text cut short": lambda passes, model: passes.cache.contents[1].pop(),
     "another text": lambda passes, model: passes.cache.contents[1].__setitem__(0, 77),
@@ -140,7 +140,7 @@ VOID: dict[str, Callable[[CachedModel, Any], object]] = {
 
 
 def _kept_and_dropped(passes: CachedModel) -> None:
-    passes.cache.keep(1, [0, 2], [50, 52])
+    passes.cache.keep([[0, 2]], [[50, 52]], first=1)
     del passes.cache.contents[1][-2:]
 
 

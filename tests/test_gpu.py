@@ -182,8 +182,7 @@ def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
         wrong = torch.randint(0, 300, (2, 4), generator=generator)
         nodes = torch.cat([torch.tensor([right, right]), wrong], 1)
         passes.run(nodes)
-        for row in range(2):
-            passes.cache.keep(row, range(len(right)), right)
+        passes.cache.keep([range(len(right))] * 2, [right] * 2)
         at += 3
     last = passes.run(torch.tensor([[7], [7]]))[:, 0].float()
     passes.cache.contents[0].clear()

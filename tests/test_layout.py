@@ -12,6 +12,7 @@ ROOT = Path(draftahead.__file__).parent
 ORDER = [
     "errors",
     "stats",
+    "drafts",
     "types",
     "sampling",
     "tree",
@@ -27,6 +28,7 @@ ORDER = [
     "growth",
     "heads",
     "rates",
+    "promises",
     "suffixes",
     "selfdraft",
     "drafters",

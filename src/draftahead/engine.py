@@ -144,6 +144,8 @@ class Engine:
         verdict = verify(draft, scores, batch, self.rule, lossless=self.lossless)
         self.target.keep(batch, draft, verdict)
         clock.lap("verify_seconds")
+        if draft.growing is not None:
+            clock.shift("verify_seconds", "draft_seconds", draft.growing.seconds())
         logprobs = _logprobs(batch, scores, verdict)
         clock.lap("other_seconds")
         if flight.asked:  # one that is switched off costs nothing
@@ -167,6 +169,9 @@ class Engine:
         if flight.proposed is not None:
             for row, said in enumerate(verdict.tokens):
                 claims += outcomes(flight.proposed, row, said)
+            if flight.proposed.growing is not None:
+                worths = self._worths(flight.proposed)
+                self.policy.note_usual([sorted(row, reverse=True) for row in worths])
         texts, width = flight.draft.parents.shape
         tokens = sum(map(len, verdict.tokens))
         keys = sum(len(sequence.tokens) for sequence in flight.batch.sequences)
@@ -224,7 +229,8 @@ class Engine:
         def ask() -> None:
             proposed = self.drafter.propose(batch)
             if proposed is not None:
-                found[0] = sound(proposed, batch, self.target.vocabulary)
+                ahead = self.target.reads_ahead(proposed, batch)
+                found[0] = proposed if ahead else sound(proposed, batch, self.target.vocabulary)
 
         self._guarded(ask, counts=True)
         dice = batch.dice
@@ -234,16 +240,23 @@ class Engine:
         if draft is None:
             self.policy.tally.nothing += 1
             return None, Draft.nothing(batch.roots)
+        if draft.growing is not None:
+            self._guided = True
+            return draft, draft  # its claims will be known with it
         draft = trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.one_shape)
         if draft.claims is None:
             return None, draft
         self._guided = True
         if self.target.one_shape:
             return draft, draft  # padded anyway: these rows cost nothing
-        worths = [self.policy.worth(*row) for row in zip(draft.claims, draft.above, strict=True)]
+        worths = self._worths(draft)
         width = self.policy.width(worths)
         self.policy.tally.declined += width == 1
         return draft, pruned(draft, batch, [likeliest(row, width) for row in worths])
+
+    def _worths(self, draft: Draft) -> list[list[float]]:
+        assert draft.claims is not None
+        return [self.policy.worth(*row) for row in zip(draft.claims, draft.above, strict=True)]
 
     def _guarded(self, call: Callable[[], None], *, counts: bool = False) -> None:
         """Runs a drafter's code. A fault costs its guesses and one warning, never the text."""
@@ -288,6 +301,12 @@ class Clock:
         now = time.perf_counter()
         self.spent[stage] = self.spent.get(stage, 0.0) + now - self._last
         self._last = now
+
+    def shift(self, stage: str, to: str, seconds: float) -> None:
+        """So much of what a stage waited for was another's work."""
+        seconds = min(seconds, self.spent[stage])
+        self.spent[stage] -= seconds
+        self.spent[to] = self.spent.get(to, 0.0) + seconds
 
     def stop(self) -> None:
         self._stopped = time.perf_counter()

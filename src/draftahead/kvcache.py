@@ -7,6 +7,7 @@ row's length is garbage that no mask lets through, and that the next pass overwr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -41,12 +42,18 @@ class KVCache:
         self.bytes = per_token * dtype.itemsize * rows * length
         _check_memory(self.bytes, rows, length, device)
 
-        def zeros(heads: int, width: int) -> Tensor:
+        def zeros(count: int, heads: int, width: int) -> Tensor:
             # Zeros, not garbage: a masked NaN would still poison a sum (0 * NaN).
-            return torch.zeros(rows, heads, length, width, dtype=dtype, device=device)
+            return torch.zeros(count, rows, heads, length, width, dtype=dtype, device=device)
 
-        self.keys = [zeros(s.key_heads, s.key_width) for s in shapes]
-        self.values = [zeros(s.value_heads, s.value_width) for s in shapes]
+        # (heads, width) of keys and values, layer by layer. Those alike are parts of one tensor:
+        # what moves in all layers moves at once.
+        self._sizes = [size for s in shapes for size in (s[:2], s[2:])]
+        counts = Counter(self._sizes)
+        self._stacks = {size: zeros(count, *size) for size, count in counts.items()}
+        parts = {size: iter(stack) for size, stack in self._stacks.items()}
+        each = [next(parts[size]) for size in self._sizes]
+        self.keys, self.values = each[::2], each[1::2]
         # [rows, 1, slots, watched * hidden]: what tokens were between the layers, for drafters that
         # go by it. It lies beside the keys, and goes wherever they go.
         self.states: Tensor | None = None
@@ -76,10 +83,14 @@ class KVCache:
         rows = torch.arange(first, first + len(slots), device=slots.device)
         self.states[rows[:, None], 0, slots] = states.flatten(2).to(self.states.dtype)
 
-    @property
-    def _tensors(self) -> list[Tensor]:
-        states = [] if self.states is None else [self.states]
-        return [*self.keys, *self.values, *states]
+    def _stored(self, layers: int | None = None) -> list[Tensor]:
+        """Tensors [parts, rows, heads, slots, width]: all that is stored, or the keys and values of
+        the first few layers."""
+        if layers is not None:
+            counts = Counter(self._sizes[: 2 * layers])
+            return [self._stacks[size][:count] for size, count in counts.items()]
+        states = [] if self.states is None else [self.states[None]]
+        return [*self._stacks.values(), *states]
 
     def matched(self, row: int, tokens: Seq[int]) -> int:
         """How many of `tokens` the row already holds, from the first on."""
@@ -89,26 +100,37 @@ class KVCache:
             return count
         return next(i for i in range(count) if held[i] != tokens[i])
 
-    def keep(self, row: int, path: Seq[int], tokens: Seq[int]) -> None:
-        """Keeps the nodes of `path` (from the root, node 0) out of the last pass over this row.
+    def keep(self, paths: Seq[Seq[int]], tokens: Seq[Seq[int]], first: int = 0) -> None:
+        """Keeps the nodes of a path (from the root, node 0) a row, rows from `first` on, out of the
+        last pass over them.
 
         For a chain the kept keys already lie where they belong; a tree's are moved up.
         """
-        self.move(row, [(to, node) for to, node in enumerate(path) if to != node])
-        self.contents[row].extend(tokens)
+        self.move(
+            [
+                (row, to, node)
+                for row, path in enumerate(paths, first)
+                for to, node in enumerate(path)
+                if to != node
+            ]
+        )
+        for row, new in enumerate(tokens, first):
+            self.contents[row].extend(new)
 
-    def move(self, row: int, moved: Seq[tuple[int, int]], layers: int | None = None) -> None:
-        """Nodes (to, from) behind the row's length, all of what is stored for them or the keys of
-        the first few layers."""
+    def move(self, moved: Seq[tuple[int, int, int]], layers: int | None = None) -> None:
+        """Nodes (row, to, from) behind the row's length, all of what is stored for them or the keys
+        of the first few layers."""
         self.changes += 1
         if not moved:
             return
-        base, device = len(self.contents[row]), self.keys[0].device
-        to = placed([base + slot for slot, _ in moved], torch.int64, device)
-        come = placed([base + node for _, node in moved], torch.int64, device)
-        some = None if layers is None else [*self.keys[:layers], *self.values[:layers]]
-        for tensor in self._tensors if some is None else some:
-            tensor[row, :, to] = tensor[row, :, come]
+        bases = [len(self.contents[row]) for row, _, _ in moved]
+        slots = [
+            (row, base + to, base + node)
+            for base, (row, to, node) in zip(bases, moved, strict=True)
+        ]
+        rows, to, come = placed(list(zip(*slots, strict=True)), torch.int64, self.keys[0].device)
+        for stored in self._stored(layers):
+            stored[:, rows, :, to] = stored[:, rows, :, come]
 
     def copy_row(self, source: int, to: int) -> None:
         """Row `to` holds what row `source` holds."""
@@ -116,16 +138,16 @@ class KVCache:
             return
         self.changes += 1
         held = len(self.contents[source])
-        for tensor in self._tensors:
-            tensor[to, :, :held] = tensor[source, :, :held]
+        for stored in self._stored():
+            stored[:, to, :, :held] = stored[:, source, :, :held]
         self.contents[to] = list(self.contents[source])
         self.far[to] = self.far[source]
 
     def clear_row(self, row: int) -> None:
         """Forgets a row whose keys may not be finite: nothing of it may stay behind a mask."""
         self.changes += 1
-        for tensor in self._tensors:
-            tensor[row] = 0
+        for stored in self._stored():
+            stored[:, row] = 0
         self.contents[row].clear()
 
     def swap_rows(self, one: int, other: int) -> None:
@@ -133,10 +155,10 @@ class KVCache:
             return
         self.changes += 1
         held = max(len(self.contents[one]), len(self.contents[other]))
-        for tensor in self._tensors:
-            spare = tensor[one, :, :held].clone()
-            tensor[one, :, :held] = tensor[other, :, :held]
-            tensor[other, :, :held] = spare
+        for stored in self._stored():
+            spare = stored[:, one, :, :held].clone()
+            stored[:, one, :, :held] = stored[:, other, :, :held]
+            stored[:, other, :, :held] = spare
         contents, far = self.contents, self.far
         contents[one], contents[other] = contents[other], contents[one]
         far[one], far[other] = far[other], far[one]

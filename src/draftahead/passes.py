@@ -22,18 +22,11 @@ from draftahead import attention, support, tree
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
 from draftahead.parts import Part
-from draftahead.runtime.cpu import MOST_ROWS, CpuDecoder
-from draftahead.runtime.forward import RecordedForward
+from draftahead.runtime.choice import kernels_for, recording_of
+from draftahead.runtime.cpu import MOST_ROWS
 from draftahead.runtime.gpu import GpuDecoder
 from draftahead.runtime.linear import SmallRowLinears
-from draftahead.runtime.shape import (
-    Binding,
-    Decoder,
-    NotThisShapeError,
-    Place,
-    is_patched,
-    recognise,
-)
+from draftahead.runtime.shape import Ahead, Binding, Decoder, Place
 from draftahead.support import (
     attention_configs,
     chosen_context,
@@ -94,6 +87,13 @@ class CachedModel:
         """Whether a token's logits are the same bits in every pass, whatever else is in it."""
         return self._decoder is not None and self._decoder.bit_stable
 
+    def reads_ahead(self, texts: int, nodes: int) -> bool:
+        """Whether a pass over so many nodes takes trees that the host has not seen."""
+        decoder, extra = self._decoder, self._idle_rows(0, texts, nodes)
+        if decoder is None or not decoder.reads_ahead or self.switch is not None:
+            return False
+        return decoder.takes(texts + extra, nodes, True)
+
     def watch(self, depths: Seq[int]) -> None:
         """From now on every pass leaves in the cache what its nodes were after so many layers;
         after all of them, behind the last norm (and only where it scores). See `states`."""
@@ -113,9 +113,11 @@ class CachedModel:
         assert self.cache.states is not None
         stored = self.cache.states[rows[:, None], 0, slots]
         found = stored.view(*slots.shape, len(self._watched), -1)
-        if tuple(depths) == self._watched:
-            return found
-        return found[:, :, [self._watched.index(depth) for depth in depths]]
+        return found if tuple(depths) == self._watched else found[:, :, self.places(depths)]
+
+    def places(self, depths: Seq[int]) -> list[int]:
+        """Where these states stand among those that are stored of a token."""
+        return [self._watched.index(depth) for depth in depths]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -129,7 +131,7 @@ class CachedModel:
         tokens: Tensor,
         *,
         first: int = 0,
-        parents: Tensor | None = None,
+        parents: Tensor | Ahead | None = None,
         live: int | None = None,
         scored: bool = True,
         real: int | Seq[int] = 1,
@@ -139,13 +141,13 @@ class CachedModel:
         """Scores nodes [B, N] of rows [first, first + B), each after what its row holds.
 
         Writes their keys behind each row's length and leaves the length as it is: `cache.keep`
-        moves it. `parents` [B, N] for trees, None for chains. `live`: slots to read, by default
-        as many as are needed. Returns logits [B, N, V], good until the next pass; without `scored`
-        only the keys count, and what is returned does not. The first `real` nodes (of each row,
-        if there are several numbers) belong to the text, the others are guesses or padding. `part`:
-        only some of the layers, for guesses alone; nothing is watched, and logits are over its
-        tokens. `ahead`: nodes of earlier passes that these follow as a chain, in the slots behind
-        each row's length.
+        moves it. `parents` [B, N] for trees, None for chains, ahead where `reads_ahead`. `live`:
+        slots to read, by default as many as are needed. Returns logits [B, N, V], good until the
+        next pass; without `scored` only the keys count, and what is returned does not. The first
+        `real` nodes (of each row, if there are several numbers) belong to the text, the others are
+        guesses or padding. `part`: only some of the layers, for guesses alone; nothing is watched,
+        and logits are over its tokens. `ahead`: nodes of earlier passes that these follow as a
+        chain, in the slots behind each row's length.
         """
         texts, width = tokens.shape
         held = [len(self.cache.contents[first + b]) + ahead for b in range(texts)]
@@ -159,6 +161,7 @@ class CachedModel:
             found = self._by_kernels(tokens, held, parents, place, scored, part)
             if found is not None:
                 return found
+        assert not isinstance(parents, Ahead)
         self.best = self.top = None
         tokens = F.pad(tokens.to(self.device), (0, int(beacon)))
         width, live = width + beacon, max(live, end + beacon)
@@ -183,7 +186,7 @@ class CachedModel:
         self,
         tokens: Tensor,
         held: list[int],
-        parents: Tensor | None,
+        parents: Tensor | Ahead | None,
         place: Place,
         scored: bool,
         part: Part | None,
@@ -194,12 +197,15 @@ class CachedModel:
         decoder = self._decoder if part is None else part.decoder(self._decoder)
         if decoder is None or not decoder.takes(texts + extra, width, scored):
             return None
-        above = None if parents is None else parents.tolist()
+        above = parents.tolist() if isinstance(parents, Tensor) else parents
         if extra:
             tokens = F.pad(tokens, (0, 0, 0, extra))
             idle = self.cache.contents[place.first + texts :][:extra]
             held = held + [len(row) for row in idle]
-            above = None if above is None else above + above[:1] * extra
+            if isinstance(above, Ahead):
+                above = above.and_idle(extra)
+            elif above is not None:
+                above = above + above[:1] * extra
         found = decoder.run(tokens, held, above, place=place, scored=scored)
         if found is None:
             return None
@@ -352,7 +358,8 @@ class CachedModel:
         """Another way to run the model's passes, if there is one and it agrees with the model's own
         forward on a text and a tree."""
         self._binding = Binding(self.model)
-        found = self._checked(self._other_pass(), row)
+        decoder = kernels_for(self.model, self.cache, self._calls) or self._recording()
+        found = self._checked(decoder, row)
         if found is not None and self._watched:
             found.watch(self._watched)
         return found
@@ -380,18 +387,6 @@ class CachedModel:
             return self._checked(self._recording(), row)
         return None
 
-    def _other_pass(self) -> Decoder | None:
-        """Our kernels if they know the shape, else on a GPU the forward as a recording."""
-        try:
-            shape = recognise(self.model, self.cache, self._calls)
-            if self.device.type == "cuda":
-                return GpuDecoder(shape, self.cache)
-            return CpuDecoder(shape, self.cache)
-        except NotThisShapeError:
-            return self._recording()
-
     def _recording(self) -> Decoder | None:
-        hooks = any(is_patched(module) for module in self.model.modules())
-        if self.device.type != "cuda" or self.switch is not None or hooks:
-            return None  # what a recording would leave out, or decide once for all
-        return RecordedForward(self.model, self._forward, self.cache, compiled=self.compiled)
+        forward, compiled = self._forward, self.compiled
+        return recording_of(self.model, self.cache, forward, compiled=compiled, switch=self.switch)

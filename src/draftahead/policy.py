@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from draftahead.rates import BINS, Calibration
+from draftahead.rates import BINS, Calibration, Usual
 
 SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
 SURVEY_WARM_UP = 1.0  # seconds that a first pass of each width may take in all, at the start
@@ -31,7 +31,6 @@ PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to th
 LOSS = 0.01  # of the run's time that drafting may cost before it pauses
 GRACE = 0.5  # of a pass, on top: one guess that fails is no reason
 ENOUGH = 32  # drafts after which it is known what a drafter usually has to offer
-RECENT = 0.05  # share of the newest one in that
 LOOK_IN = 64  # steps after which it is asked all the same
 CREDIT = 3.0  # passes of gain that can make up for a loss: what was long ago does not count
 PAUSE, LONGEST_PAUSE = 16, 1024  # steps
@@ -176,8 +175,7 @@ class Policy:
     calibration: Calibration = field(default_factory=Calibration)
     guard: Guard = field(default_factory=Guard)
     tally: Tally = field(default_factory=Tally)
-    usual: list[float] = field(default_factory=list)  # worth of a text's best nodes, lately
-    known: int = 0  # drafts that this is known from
+    usual: Usual = field(default_factory=Usual)  # worth of a text's best nodes
     idle: int = 0  # steps since the drafter was last asked
 
     def asks(self, texts: int) -> bool:
@@ -187,7 +185,7 @@ class Policy:
             self.tally.paused += 1
             return False
         self.idle += 1
-        if self.known >= ENOUGH and self.idle < LOOK_IN and not self._could_pay(texts):
+        if self.usual.known >= ENOUGH and self.idle < LOOK_IN and not self._could_pay(texts):
             self.tally.hopeless += 1
             return False
         self.idle = 0
@@ -195,7 +193,7 @@ class Policy:
 
     def _could_pay(self, texts: int) -> bool:
         tokens, plain = 1.0, self.costs.of(texts)
-        for width, worth in enumerate(self.usual, start=2):
+        for width, worth in enumerate(self.usual.by_rank, start=2):
             tokens += worth
             if tokens * plain > self.costs.of(texts * width) + self.costs.drafting:
                 return True
@@ -214,8 +212,7 @@ class Policy:
         took is spent already, and no reason to waste it."""
         texts = len(worths)
         ranked = [sorted(row, reverse=True) for row in worths]
-        for row in ranked:
-            self._note_usual(row)
+        self.note_usual(ranked)
         best, best_rate = 1, texts / self.costs.of(texts)
         for width in range(2, 2 + max(map(len, ranked), default=0)):
             gain = texts + sum(sum(row[: width - 1]) for row in ranked)
@@ -224,13 +221,10 @@ class Policy:
                 best, best_rate = width, rate
         return best
 
-    def _note_usual(self, ranked: list[float]) -> None:
-        self.known += 1
-        share = max(RECENT, 1 / self.known)
-        self.usual += [0.0] * (len(ranked) - len(self.usual))
-        for place, before in enumerate(self.usual):
-            now = ranked[place] if place < len(ranked) else 0.0
-            self.usual[place] = before + share * (now - before)
+    def note_usual(self, ranked: Seq[Seq[float]]) -> None:
+        """What drafts had to offer: worths of a text's nodes, the best first."""
+        for row in ranked:
+            self.usual.note(row)
 
     def note(
         self, texts: int, width: int, tokens: int, spent: Spent, claims: Claims, *, asked: bool

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Generic, TypeVar
 
 Kind = TypeVar("Kind")
+RECENT = 0.05  # share of the newest draft in what is usual
 
 
 class Rates(Generic[Kind]):
@@ -51,3 +53,19 @@ class Calibration:
 
 def _bin(claim: float) -> int:
     return min(BINS - 1, max(0, int(claim * BINS)))
+
+
+class Usual:
+    """What the likeliest guess of a draft is worth, the second likeliest, and so on: lately."""
+
+    def __init__(self) -> None:
+        self.by_rank: list[float] = []
+        self.known = 0  # drafts that this is known from
+
+    def note(self, ranked: Seq[float]) -> None:
+        self.known += 1
+        share = max(RECENT, 1 / self.known)
+        self.by_rank += [0.0] * (len(ranked) - len(self.by_rank))
+        for rank, before in enumerate(self.by_rank):
+            now = ranked[rank] if rank < len(ranked) else 0.0
+            self.by_rank[rank] = before + share * (now - before)

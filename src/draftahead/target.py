@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from draftahead.errors import ReplayUnsupportedError
 from draftahead.passes import CachedModel
+from draftahead.runtime.shape import Ahead
 from draftahead.types import Batch, Draft, Exact, Scores, Sequence, Verdict
 
 MAX_NODES = 64  # of one row's draft, the root included
@@ -90,8 +91,12 @@ class Target:
             # A step that was interrupted may have kept keys of tokens that never were committed.
             del self.passes.cache.contents[row][len(sequence.tokens) - 1 :]
         self._rotate_crossed(batch)
-        parents = None if draft.is_chain else draft.parents
         rows = range(len(batch.sequences))
+        if draft.growing is not None:
+            ahead = Ahead(batch.roots, draft.parents)
+            logits = self.passes.run(draft.tokens, parents=ahead)
+            return Scores(logits, self.passes.best, draft=draft)
+        parents = None if draft.is_chain else draft.parents
         if self.one_shape:
             # Each text in a pass of its own, always of one shape over the same slots: so a
             # token's logits are the same bits as a root, as a guess, with mates or without.
@@ -111,6 +116,14 @@ class Target:
         passes = self.passes
         return Scores(logits, passes.best, passes.top, draft)
 
+    def reads_ahead(self, draft: Draft, batch: Batch) -> bool:
+        """Whether it can score trees that nobody has looked at."""
+        if draft.growing is None or self.one_shape or draft.growing.roots != batch.roots:
+            return False
+        texts, nodes = draft.tokens.shape
+        fits = texts == len(batch.sequences) and nodes <= self.max_nodes
+        return fits and self.passes.reads_ahead(texts, nodes)
+
     def _rotate_crossed(self, batch: Batch) -> None:
         """A text that has just outgrown longrope's switch is rotated anew, as transformers does."""
         if self.passes.switch is not None:
@@ -120,9 +133,8 @@ class Target:
 
     def keep(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
         tokens = draft.rows
-        for row in range(len(batch.sequences)):
-            path = verdict.paths[row]
-            self.passes.cache.keep(row, path, [tokens[row][node] for node in path])
+        kept = [[tokens[row][node] for node in path] for row, path in enumerate(verdict.paths)]
+        self.passes.cache.keep(verdict.paths, kept)
 
     def timed_pass(self, rows: int, keys: int) -> float:
         """Seconds of a pass over so many rows behind so many keys, of no text. For idle caches."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
+from draftahead.drafts import Draft as Draft
 from draftahead.errors import ConfigError, DraftaheadError
 from draftahead.stats import Stats
 
@@ -227,94 +227,6 @@ class Batch:
     @property
     def roots(self) -> list[int]:
         return [sequence.tokens[-1] for sequence in self.sequences]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A tree of guesses a row. Node 0 is the root: the last agreed token."""
-
-    tokens: Tensor  # [B, N] int64; may lie on a device and not be known to the host yet
-    parents: Tensor  # [B, N] int64; parents[:, 0] is -1, a parent stands before its children
-    sizes: list[int]  # nodes of each row, the root included; the rest is padding
-    laws: Tensor | None = None  # [B, N, V]: what the children of a node were drawn from
-    # [b][n]: how likely node n + 1 seems to be reached and right; no child is likelier than its
-    # parent. A drafter that says so leaves it to the policy how much of the draft is scored.
-    claims: list[list[float]] | None = None
-
-    @cached_property
-    def rows(self) -> list[list[int]]:
-        """The tokens, known to the host."""
-        return self.tokens.tolist()
-
-    @cached_property
-    def above(self) -> list[list[int]]:
-        """The parents as lists."""
-        return self.parents.tolist()
-
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether no row branches."""
-        chain = list(range(-1, self.parents.shape[1] - 1))
-        return all(row == chain for row in self.above)
-
-    def read_with(self, found: Tensor) -> list[list[int]]:
-        """Reads `found` [B, M] back from the device, and the tokens along with it: one wait."""
-        if self.tokens.device != found.device or "rows" in self.__dict__:
-            return found.tolist()
-        width = self.tokens.shape[1]
-        both = torch.cat([self.tokens, found], 1).tolist()
-        self.__dict__["rows"] = [row[:width] for row in both]
-        return [row[width:] for row in both]
-
-    def copied(self) -> Draft:
-        """For others to look at: what they do to its lists stays theirs."""
-        found = Draft(self.tokens, self.parents, list(self.sizes))
-        rows, above = ([list(row) for row in rows] for rows in (self.rows, self.above))
-        found.__dict__.update(rows=rows, above=above, is_chain=self.is_chain)
-        return found
-
-    @staticmethod
-    def nothing(roots: Seq[int]) -> Draft:
-        """Roots alone: plain decoding."""
-        return Draft.chains(roots, [()] * len(roots))
-
-    @staticmethod
-    def chains(
-        roots: Seq[int], guesses: Seq[Seq[int]], claims: list[list[float]] | None = None
-    ) -> Draft:
-        """A draft without branches: each row's guesses follow its root."""
-        width = 1 + max((len(row) for row in guesses), default=0)
-        rows = [
-            [root, *row] + [root] * (width - 1 - len(row))
-            for root, row in zip(roots, guesses, strict=True)
-        ]
-        chain = list(range(-1, width - 1))
-        parents = torch.tensor(chain).expand(len(rows), width)
-        sizes = [1 + len(row) for row in guesses]
-        draft = Draft(torch.tensor(rows), parents, sizes, claims=claims)
-        draft.__dict__.update(rows=rows, above=[chain] * len(rows), is_chain=True)  # known already
-        return draft
-
-    @staticmethod
-    def trees(
-        roots: Seq[int],
-        trees: Seq[Seq[tuple[int, int]]],
-        claims: list[list[float]] | None = None,
-    ) -> Draft:
-        """A draft from (token, parent) pairs a row; parent 0 is the root, 1 the first pair."""
-        if all(parent == node for tree in trees for node, (_, parent) in enumerate(tree)):
-            return Draft.chains(roots, [[token for token, _ in tree] for tree in trees], claims)
-        width = 1 + max((len(tree) for tree in trees), default=0)
-        rows, above = [], []
-        for root, tree in zip(roots, trees, strict=True):
-            spare = width - 1 - len(tree)
-            # Padding hangs below the root: no path leads there, and it costs no depth.
-            rows.append([root, *[token for token, _ in tree], *[root] * spare])
-            above.append([-1, *[parent for _, parent in tree], *[0] * spare])
-        sizes = [1 + len(tree) for tree in trees]
-        draft = Draft(torch.tensor(rows), torch.tensor(above), sizes, claims=claims)
-        draft.__dict__.update(rows=rows, above=above, is_chain=False)  # known already
-        return draft
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ The cheap ones (`suffix`, `recycle`) are asked at every step, and their trees ar
 other: what both propose is likelier, and what one is sure of leaves little for the other's guesses.
 A draft model is asked as well if one is given, else a trained head if one comes with the model:
 wherever its guesses have lately been worth the time it takes beyond what the cheap ones promise.
+
+On a GPU a head grows its trees while the host asks the others, and nobody waits to lay them over
+each other: either its trees or theirs are scored.
 """
 
 from __future__ import annotations
@@ -12,19 +15,16 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from draftahead.drafters import Drafter, Setting, build, check, positive, register
 from draftahead.errors import ConfigError, DrafterFaultWarning
+from draftahead.promises import Costly, Promise, Unseen
 from draftahead.rates import Calibration
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 MOST = 15  # guesses to choose from
-TRIES = 4  # texts after which a costly drafter is known well enough to be judged
-RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
-RECENT = 0.1  # share of the newest step in what is thought of it
-A_KIND, MUCH = 0.5, 2.0  # guesses of others that tell situations apart, and the most of them
 
 
 @dataclass
@@ -39,70 +39,11 @@ class Guess:
     worth: float = 0.0  # and as such claims of theirs turned out
 
 
-class Promise(NamedTuple):
-    """What the best width of some trees promises."""
+class Sent(NamedTuple):
+    """Trees under way that were taken, and what the others promised."""
 
-    rate: float  # tokens a second
-    gain: float  # guesses of a text that come true
-    width: int  # nodes a text
-
-
-@dataclass
-class Situation:
-    """What asking brought where the others promised about as much."""
-
-    asked: int = 0  # texts
-    more: float = 0.0  # guesses of a text that come true beyond the others'
-    width: float = 1.0  # nodes a text that are scored then
-    retry: int = RETRY
-    idle: int = 0
-
-
-@dataclass
-class Costly:
-    """What a drafter that takes its time is worth: as it was lately, where it was asked.
-
-    It adds most where the others know little, so that is told apart. What counts is what claims
-    turned out to be worth, not what came true in a step: a guess that was not worth its row may
-    have been right as well.
-    """
-
-    name: str
-    drafter: Drafter
-    asked: int = 0
-    seconds: float = 0.0  # a step
-    situations: defaultdict[int, Situation] = field(default_factory=lambda: defaultdict(Situation))
-
-    def pays(self, batch: Batch, others: Promise) -> bool:
-        """Whether to ask now, beside what the others promise."""
-        now = self.situations[kind_of(others)]
-        if batch.price is None or now.asked < TRIES:
-            return True
-        texts = len(batch.sequences)
-        seconds = batch.price.of(round(texts * now.width)) + self.seconds
-        if texts * (1 + others.gain + now.more) / seconds > others.rate:
-            now.retry = RETRY
-            return True
-        now.idle += 1
-        if now.idle >= now.retry:
-            now.idle, now.retry = 0, min(2 * now.retry, LONGEST_RETRY)
-            return True
-        return False
-
-    def note(self, seconds: float, others: Promise, together: Promise, texts: int = 1) -> None:
-        # The first time, and after a while without it, it has much to read: no price of a step.
-        usual = min(seconds, 2 * self.seconds) if self.asked > 1 else seconds
-        self.seconds += (1.0 if self.asked <= 1 else RECENT) * (usual - self.seconds)
-        self.asked += 1
-        now = self.situations[kind_of(others)]
-        now.asked += texts  # a batch tells as much as so many steps
-        share = max(RECENT, texts / now.asked)
-        now.more += share * (together.gain - others.gain - now.more)
-        now.width += share * (together.width - now.width)
-
-
-def kind_of(others: Promise) -> int:
-    return int(min(others.gain, MUCH) / A_KIND)
+    draft: Draft
+    others: Promise
 
 
 @register("auto")
@@ -122,48 +63,76 @@ class Auto(Drafter):
             "suffix": build({"method": "suffix", "shared_tokens": shared_tokens}, setting),
             "recycle": build({"method": "recycle", "shared": shared_tokens > 0}, setting),
         }
-        self.costly: Costly | None = None
         if model is not None and head is not None:
             raise ConfigError("give auto a 'model' or a 'head' to draft with, not both")
-        # On a GPU a head's passes are not recorded, and would take longer than the target's.
-        if head is None and model is None and setting.device.type == "cpu":
-            head = setting.head
+        self.other: Drafter | None = None  # the one that takes its time
+        self.name = ""
+        self.costly = Costly()
+        self.unseen: Unseen | None = None
         if model is not None:
-            drafter = build({"method": "draft_model", "model": model}, setting)
-            self.costly = Costly("draft_model", drafter)
-        elif head is not None:
-            self.costly = Costly("eagle", build({"method": "eagle", "model": head}, setting))
+            self.name = "draft_model"
+            self.other = build({"method": "draft_model", "model": model}, setting)
+        elif head is not None or setting.head is not None:
+            self.name = "eagle"
+            self.other = build({"method": "eagle", "model": head or setting.head}, setting)
+            self._place_head(setting, asked=head is not None)
         self.vocabulary = setting.vocabulary
         self._scored: Counter[str] = Counter()  # guesses, by who proposed them
         self._kept: Counter[str] = Counter()
         self._calibrations: defaultdict[tuple[str, ...], Calibration] = defaultdict(Calibration)
         self._trees: list[list[Guess]] = []  # of the step under way, by row
+        self._sent: Sent | None = None  # and what a device grows for it
+
+    def _place_head(self, setting: Setting, *, asked: bool) -> None:
+        if setting.device.type == "cpu":
+            return
+        if getattr(self.other, "ahead", False):
+            self.costly = self.unseen = Unseen()
+            del self.cheap["recycle"]  # it would have the device waited for, and knows less
+        elif not asked:
+            self.other = None  # level by level it would take longer than the target
 
     # ------------------------------------------------------------------------------ proposing
 
     def propose(self, batch: Batch) -> Draft | None:
-        self._trees = []
+        self._trees, self._sent = [], None
+        ahead = self._sent_ahead(batch)
         drafts = {name: self._ask(name, drafter, batch) for name, drafter in [*self.cheap.items()]}
         self._trees = self._merged(drafts, batch)
-        # A number of guesses that was asked for is made up whatever it takes.
         others = promised(self._trees, batch)
-        if self.costly and (not self.guided or self.costly.pays(batch, others)):
-            start, costly = time.perf_counter(), self.costly
-            drafts[costly.name] = self._ask(costly.name, costly.drafter, batch)
+        if ahead is not None and self.unseen is not None:
+            if self.unseen.wins(batch, others, ahead.tokens.shape[1]):
+                self._sent = Sent(ahead, others)
+                return ahead
+        # A number of guesses that was asked for is made up whatever it takes.
+        elif self.other and (not self.guided or self._pays(batch, others)):
+            start = time.perf_counter()
+            drafts[self.name] = self._ask(self.name, self.other, batch)
             seconds = time.perf_counter() - start
             self._trees = self._merged(drafts, batch)
-            costly.note(seconds, others, promised(self._trees, batch), len(batch.sequences))
+            self.costly.note(seconds, others, promised(self._trees, batch), len(batch.sequences))
         trees = [[(guess.token, guess.parent) for guess in tree] for tree in self._trees]
         if not any(trees):
             return None
         claims = [[guess.worth for guess in tree] for tree in self._trees]
         return Draft.trees(batch.roots, trees, claims if self.guided else None)
 
+    def _pays(self, batch: Batch, others: Promise) -> bool:
+        return self.unseen is None and self.costly.pays(batch, others)
+
+    def _sent_ahead(self, batch: Batch) -> Draft | None:
+        """Trees that a device grows from now on, if that pays."""
+        plain = not any(sequence.has_processors for sequence in batch.sequences)
+        if self.unseen is None or self.other is None or not self.guided or not plain:
+            return None
+        draft = self._ask(self.name, self.other, batch) if self.unseen.is_sent(batch) else None
+        return draft if draft is not None and draft.growing is not None else None
+
     def _ask(self, name: str, drafter: Drafter, batch: Batch) -> Draft | None:
         """One that fails is left out from then on; the others go on."""
         try:
             draft = drafter.propose(batch)
-            if draft is not None:
+            if draft is not None and draft.growing is None:
                 check(draft, batch, self.vocabulary)
             return draft
         except Exception as fault:
@@ -172,7 +141,7 @@ class Auto(Drafter):
 
     def _leave_out(self, name: str, fault: Exception) -> None:
         if self.cheap.pop(name, None) is None:
-            self.costly = None
+            self.other = self.unseen = None
         said = f"drafter {name} failed and is left out: {type(fault).__name__}: {fault}"
         warnings.warn(said, DrafterFaultWarning, stacklevel=2)
 
@@ -213,13 +182,26 @@ class Auto(Drafter):
                 drafter.learn(batch, verdict, scores)
             except Exception as fault:
                 self._leave_out(name, fault)
+        if self._sent is not None:
+            self._learn_ahead(self._sent, batch, verdict, scores)
         for row, tree in enumerate(self._trees):
             self._note(tree, verdict.tokens[row], len(verdict.paths[row]) - 1, scores.draft, row)
+
+    def _learn_ahead(self, sent: Sent, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+        assert self.unseen is not None and self.other is not None and sent.draft.growing is not None
+        self.other.learn(batch, verdict, scores)
+        kept, texts = sum(len(path) - 1 for path in verdict.paths), len(verdict.paths)
+        width = sent.draft.tokens.shape[1]
+        seconds = sent.draft.growing.seconds()
+        self.unseen.note_kept(seconds, sent.others, kept / texts, width, texts)
+        self._scored[self.name] += sum(sent.draft.sizes) - texts
+        self._kept[self.name] += kept
 
     def _note(
         self, tree: list[Guess], said: list[int], kept: int, draft: Draft | None, row: int
     ) -> None:
-        scored = set() if draft is None else paths(draft, row)
+        own = draft is not None and self._sent is None
+        scored = paths(draft, row) if draft is not None and own else set()
         came: list[bool | None] = [True]
         walked: list[tuple[int, ...]] = [()]
         for guess in tree:
@@ -241,26 +223,17 @@ class Auto(Drafter):
             f"{name} {self._kept[name]} of {scored}" for name, scored in self._scored.most_common()
         ]
         found = [f"guesses kept, by who proposed them: {', '.join(by_name)}"] if by_name else []
-        if self.costly:
+        if self.other:
             found.append(
-                f"{self.costly.name} was asked {self.costly.asked} times, lately for "
-                f"{1e3 * self.costly.seconds:.1f} ms; it brought {self._more_by_kind()}"
+                f"{self.name} was asked {self.costly.asked} times, lately for "
+                f"{1e3 * self.costly.seconds:.1f} ms; it brought {self.costly.reasons()}"
             )
         return found
 
-    def _more_by_kind(self) -> str:
-        assert self.costly is not None
-        found = [
-            f"{now.more:.2f} guesses more where the others promised {kind * A_KIND:.1f}"
-            for kind, now in sorted(self.costly.situations.items())
-            if now.asked
-        ]
-        return ", ".join(found) or "nothing yet"
-
     def release(self, sequence: Sequence) -> None:
         everyone = [*self.cheap.items()]
-        if self.costly:
-            everyone.append((self.costly.name, self.costly.drafter))
+        if self.other:
+            everyone.append((self.name, self.other))
         for name, drafter in everyone:
             try:
                 drafter.release(sequence)

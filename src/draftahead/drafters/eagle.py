@@ -21,15 +21,20 @@ from torch import Tensor
 
 from draftahead.drafters import Drafter, Setting, positive, register
 from draftahead.errors import ConfigError
-from draftahead.growth import DEEPEST, Grower, draw_chain, likeliest_part
+from draftahead.growth import CHILDREN, DEEPEST, Grower, draw_chain, likeliest_part
 from draftahead.heads import eagle_files
 from draftahead.heads.eagle import EagleHead
 from draftahead.heads.eagle_passes import HeadPasses
+from draftahead.rates import Usual
 from draftahead.runtime import build
+from draftahead.runtime.gpu_head import Plan
+from draftahead.runtime.gpu_layers import MOST_ROWS
 from draftahead.sampling import spread
-from draftahead.types import Batch, Draft
+from draftahead.types import Batch, Draft, Scores, Verdict
 
 A_LEVEL = 4  # nodes that a tree of a fixed size goes on from at each level
+# On a GPU: levels of a tree, nodes of a level for all texts together, and sizes of what is scored.
+AHEAD, ABREAST, SIZES = 6, 16, (4, 8, 16)
 
 
 @register("eagle", synonyms=("eagle3",))
@@ -56,6 +61,13 @@ class Eagle(Drafter):
         self.passes = HeadPasses(self.head, self.target, setting.max_batch, nodes)
         whole = len(self.head.tokens) == self.target.vocabulary
         self._spoken = None if whole else self.head.tokens
+        self._grown: Draft | None = None  # of the step under way, on a GPU
+        self._usual = Usual()  # likelihoods of the trees there
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a device grows its trees without being waited for."""
+        return self.passes.goes_ahead
 
     @torch.inference_mode()
     @build.one_thread()
@@ -64,6 +76,8 @@ class Eagle(Drafter):
         rooms = [room if can else 0 for room, can in zip(batch.rooms, able, strict=True)]
         if not any(rooms):
             return None
+        if (ahead := self._ahead(batch, able)) is not None:
+            return ahead
         self.passes.catch_up(batch.sequences, able)
         logits = self.passes.logits[:, 0]
         if self.guided and self.passes.grows(batch, self.grower):
@@ -78,6 +92,41 @@ class Eagle(Drafter):
         logits = self._spread(logits)
         draw_chain(batch, min(self.count, max(rooms)), logits, None, self._feed, going)
         return None  # the dice hold the draft
+
+    def _ahead(self, batch: Batch, able: list[bool]) -> Draft | None:
+        """On a GPU, where waiting for every level would cost more than the level."""
+        greedy = all(sequence.sampling.greedy for sequence in batch.sequences)
+        texts = len(batch.sequences)
+        if self.guided or self.tree is not None:
+            size = self._size(batch) if self.tree is None else 1 + self.tree
+            a_level = max(1, min(CHILDREN, ABREAST // texts))
+            plan = Plan(min(self.count, AHEAD), a_level, CHILDREN, size, not greedy)
+        elif greedy:
+            plan = Plan(self.count, 1, 1, 1 + self.count, False)
+        else:
+            return None  # what is drawn needs its law
+        if plan.guesses < plan.size - 1 or not self.passes.grows_ahead(batch, plan):
+            return None
+        self._grown = self.passes.ahead(batch, able, plan)
+        return self._grown
+
+    def _size(self, batch: Batch) -> int:
+        """Nodes of a text that usually make the most of the target's pass."""
+        texts, price = len(batch.sequences), batch.price
+        sizes = [size for size in SIZES if texts * size <= MOST_ROWS]
+        if price is None or not self._usual.known or not sizes:
+            return max(sizes, default=SIZES[0])
+
+        def rate(size: int) -> float:
+            return (1 + sum(self._usual.by_rank[: size - 1])) / price.of(texts * size)
+
+        return max(sizes, key=rate)
+
+    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+        if self._grown is not None and self._grown.claims is not None:
+            for row in self._grown.claims:
+                self._usual.note(sorted(row, reverse=True))
+        self._grown = None
 
     def _expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self.passes.go_on(tokens, parents)

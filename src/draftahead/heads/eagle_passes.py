@@ -15,21 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from draftahead import attention, tree
+from draftahead.drafts import Growing
 from draftahead.growth import CHILDREN, LEAST, Grower
 from draftahead.heads.eagle import EagleHead
+from draftahead.heads.eagle_kernels import cpu_kernels, gpu_kernels, shape_of
 from draftahead.kvcache import CacheWindow, KVCache, LayerShape, Tenants
 from draftahead.passes import PREFILL_CHUNK, CachedModel
 from draftahead.runtime import build
-from draftahead.runtime.cpu_head import CpuHead, Entrance
+from draftahead.runtime.cpu_head import Entrance
+from draftahead.runtime.gpu_head import GpuHead, Plan
+from draftahead.runtime.graphs import DeviceClock
 from draftahead.runtime.linear import round_linears
-from draftahead.runtime.shape import (
-    LINEARS,
-    LayerParts,
-    LlamaShape,
-    NotThisShapeError,
-    is_plain,
-)
-from draftahead.sampling import placed
+from draftahead.runtime.shape import is_plain
+from draftahead.sampling import Context, placed, target_key
 from draftahead.types import Batch, Draft, Sequence
 
 AT_ONCE = 16  # pairs that a text may lack and still go with the others'
@@ -47,9 +45,10 @@ class HeadPasses:
         if is_rounded:
             round_linears(head.float())  # guesses may be rough: a quarter of the bytes to read
         kind = head.norm.weight.dtype
-        length = target.max_context + nodes
+        length = target.max_context + max(nodes, 2 * AT_ONCE)  # a pass may be padded
         self.cache = KVCache(shapes, rows, length, kind, self.device)
-        self._kernels = _kernels(head, self.cache) if is_rounded else None
+        shape = shape_of(head)
+        self._kernels = cpu_kernels(shape, self.cache) if is_rounded else None
         self._tenants = Tenants(self.cache)
         own = getattr(head, "embed_tokens", None)
         self._embed = target.model.get_input_embeddings() if own is None else own
@@ -59,9 +58,12 @@ class HeadPasses:
         # Whether our kernels can look up embeddings by themselves.
         embed: Any = self._embed
         self._is_near = type(embed) is nn.Embedding and is_plain(embed.weight, torch.float32, "cpu")
+        whole = len(head.tokens) == target.vocabulary
+        self._gpu: GpuHead | None = None
+        if self.device.type == "cuda":
+            self._gpu = gpu_kernels(head, shape, self.cache, embed, self._turns, whole)
         if self._kernels is not None and self._is_near:
             first: Any = head.layers[0]
-            whole = len(head.tokens) == target.vocabulary
             self._entrance = Entrance(
                 embed.weight,
                 first.input_layernorm.weight,
@@ -82,17 +84,8 @@ class HeadPasses:
     # ------------------------------------------------------------------------- pairs of the text
 
     def catch_up(self, sequences: tuple[Sequence, ...], able: list[bool]) -> None:
-        """Feeds every row the pairs that it lacks, its last one at least: the root of a tree. Rows
-        that are not able have none, and get some nonsense."""
-        held, pending = self.cache.contents, []
-        for row, sequence in enumerate(sequences):
-            self._tenants.place(sequence.id, row)
-            tokens = sequence.tokens if able[row] else [0, 0]
-            known = min(self.cache.matched(row, tokens[1:]), len(tokens) - 2)
-            del held[row][known:]
-            if len(tokens) - 1 - known > AT_ONCE:
-                self._read(row, tokens)
-            pending.append(tokens[1 + len(held[row]) :])
+        """Feeds every row the pairs that it lacks, its last one at least: the root of a tree."""
+        held, pending = self.cache.contents, self._lacking(sequences, able)
         width, count = max(map(len, pending)), len(pending)
         block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending])
         outputs, logits = self._pairs(0, block, [len(row) for row in held[:count]])
@@ -106,6 +99,20 @@ class HeadPasses:
             rows = torch.arange(count, device=self.device)[:, None]
             self._outputs, self.logits = outputs[rows, last], logits[rows, last]
         self._tokens, self._above = [[-1]] * count, [[-1]] * count
+
+    def _lacking(self, sequences: tuple[Sequence, ...], able: list[bool]) -> list[list[int]]:
+        """The pairs' tokens that every row lacks, few and its last at least. Rows that are not able
+        have none, and get some nonsense."""
+        held, pending = self.cache.contents, []
+        for row, sequence in enumerate(sequences):
+            self._tenants.place(sequence.id, row)
+            tokens = sequence.tokens if able[row] else [0, 0]
+            known = min(self.cache.matched(row, tokens[1:]), len(tokens) - 2)
+            del held[row][known:]
+            if len(tokens) - 1 - known > AT_ONCE:
+                self._read(row, tokens)
+            pending.append(tokens[1 + len(held[row]) :])
+        return pending
 
     def _read(self, row: int, tokens: list[int]) -> None:
         """A new text, or many steps without this drafter: the keys of all pairs but the last."""
@@ -166,6 +173,46 @@ class HeadPasses:
             outputs, logits = torch.cat([outputs, new], 1), torch.cat([logits, said], 1)
             start = end
         self._outputs, self.logits = outputs, logits
+
+    @property
+    def goes_ahead(self) -> bool:
+        return self._gpu is not None and self._gpu.graphs.works
+
+    def ahead(self, batch: Batch, able: list[bool], plan: Plan) -> Draft | None:
+        """Trees that a GPU grows without being waited for: after the pairs that are lacking, in one
+        go. None where it cannot; then nothing has been fed."""
+        gpu, texts = self._gpu, len(batch.sequences)
+        assert gpu is not None and self.target.cache.states is not None
+        held, pending = self.cache.contents, self._lacking(batch.sequences, able)
+        keys, warmth = [], []
+        if plan.sampled:
+            for sequence in batch.sequences:
+                warmth.append(sequence.sampling.temperature or 0.0)
+                paths = (Context(sequence, (0,) * depth) for depth in range(plan.deepest))
+                keys.append([target_key(context) for context in paths])
+                sequence.foreseen = True  # as by Dice.outlook, which guesses the same way
+        clock = DeviceClock()
+        trees = gpu.grow(
+            pending,
+            [len(row) for row in held[:texts]],
+            self.target.cache.states,
+            self.target.places(self.head.config.depths),
+            plan,
+            keys=keys,
+            warmth=warmth,
+        )
+        if trees is None:
+            return None
+        clock.stop()
+        for row, tokens in enumerate(pending):
+            held[row].extend(tokens)
+        return Draft.ahead(Growing(batch.roots, trees, clock.seconds))
+
+    def grows_ahead(self, batch: Batch, plan: Plan) -> bool:
+        """Whether `ahead` may be tried: nothing but the path's length decides what is likely."""
+        if self._gpu is None or any(s.has_processors for s in batch.sequences):
+            return False
+        return self._gpu.takes(len(batch.sequences), AT_ONCE, plan)
 
     def grown(self, batch: Batch, grower: Grower, rooms: list[int]) -> Draft | None:
         """What `grower` would grow, in one call of our kernels; for greedy texts without
@@ -251,42 +298,3 @@ class HeadPasses:
         positions = (base[:, None] + deep)[:, places]
         out: Tensor = self.head(embedded, hidden, positions, attend, wanted)
         return out, out if keys_only else self.head.logits(out)
-
-
-def _kernels(head: EagleHead, cache: KVCache) -> CpuHead | None:
-    """The head's layers as our CPU kernels take them, if they do."""
-    c = head.config
-    layers, stack = [], list[Any](head.layers)
-    for layer in stack:
-        parts = [getattr(layer.self_attn, f"{name}_proj") for name in LINEARS[:4]]
-        parts += [getattr(layer.mlp, f"{name}_proj") for name in LINEARS[4:]]
-        layers.append(
-            LayerParts(
-                linears=dict(zip(LINEARS, parts, strict=True)),
-                input_norm=layer.input_layernorm.weight,
-                after_norm=layer.post_attention_layernorm.weight,
-                q_norm=None,
-                k_norm=None,
-                window=0,
-                scaling=c.width**-0.5,
-            )
-        )
-    shape = LlamaShape(
-        model=head,
-        embed=None,
-        rotary=None,
-        layers=layers,
-        norm=head.norm.weight,
-        head=head.lm_head,
-        eps=float(c.layer.rms_norm_eps),
-        heads=int(c.layer.num_attention_heads),
-        key_heads=int(c.layer.num_key_value_heads),
-        width=c.width,
-        hidden=int(c.layer.hidden_size),
-        inner=int(c.layer.intermediate_size),
-        activation=0,
-    )
-    try:
-        return CpuHead(shape, cache)
-    except NotThisShapeError:
-        return None

@@ -17,6 +17,7 @@ from draftahead.runtime import build
 from draftahead.runtime.below import Below
 from draftahead.runtime.linear import Weights, describe, fits
 from draftahead.runtime.shape import (
+    Ahead,
     LayerParts,
     LlamaShape,
     NotThisShapeError,
@@ -85,6 +86,7 @@ class CpuDecoder:
     """A recognised model, bound to one cache."""
 
     bit_stable = True
+    reads_ahead = False
 
     def __init__(self, shape: LlamaShape, cache: KVCache) -> None:
         self._kernels, self._layers, self._model = bound(shape, cache)
@@ -129,12 +131,13 @@ class CpuDecoder:
         self,
         tokens: Tensor,
         lengths: Seq[int],
-        parents: Seq[Seq[int]] | None,
+        parents: Seq[Seq[int]] | Ahead | None,
         *,
         place: Place,
         scored: bool = True,
     ) -> Scored:
         """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] if not `scored`."""
+        assert not isinstance(parents, Ahead)
         texts, count = tokens.shape
         parents = parents or [range(-1, count - 1)] * texts
         whole = self._whole or self
@@ -168,9 +171,13 @@ class CpuDecoder:
         """States after the lower layers: of nodes that were there already, and of the others, which
         go through these layers now. `come`: where each node was, or -1."""
         count = x.shape[1]
-        for row, places in enumerate(come):
-            moved = [(to, at) for to, at in enumerate(places) if at not in (-1, to)]
-            self._cache.move(nodes.first + row, moved, below.layers)
+        moved = [
+            (row, to, at)
+            for row, places in enumerate(come, nodes.first)
+            for to, at in enumerate(places)
+            if at not in (-1, to)
+        ]
+        self._cache.move(moved, below.layers)
         missing = max(row.count(-1) for row in come)
         # The same number in every row; what is done once more comes to the same.
         order = [sorted(range(count), key=[at != -1 for at in row].__getitem__) for row in come]

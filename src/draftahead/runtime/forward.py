@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from draftahead import attention
 from draftahead.kvcache import CacheWindow, KVCache
-from draftahead.runtime.graphs import Graphs, Inputs
-from draftahead.runtime.shape import NotThisShapeError, Place, Scored
+from draftahead.runtime.graphs import Graphs, NodeInputs
+from draftahead.runtime.shape import Ahead, NotThisShapeError, Place, Scored
 
 MOST_NODES = 64
 MOST_SHAPES = 64  # that one layer is compiled for
@@ -30,7 +30,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, CacheWindow, bool], Tensor]
 
 
 class RecordedForward:
-    bit_stable = False
+    bit_stable = reads_ahead = False
 
     def __init__(self, model: Any, forward: Forward, cache: KVCache, *, compiled: bool) -> None:
         self._forward, self._cache = forward, cache
@@ -49,7 +49,7 @@ class RecordedForward:
         self,
         tokens: Tensor,
         lengths: Seq[int],
-        parents: Seq[Seq[int]] | None,
+        parents: Seq[Seq[int]] | Ahead | None,
         *,
         place: Place,
         scored: bool = True,
@@ -60,14 +60,14 @@ class RecordedForward:
             live *= 2
         place = place._replace(live=min(live, self._cache.length))
         body = partial(self._pass, place=place)
-        found = self.graphs.run(place, body, tokens, lengths, parents, place.real)
+        found = self.graphs.over(place, body, tokens, lengths, parents, place.real)
         if found is None:
             return None
         (logits,) = found
         assert logits is not None
         return Scored(logits)
 
-    def _pass(self, inputs: Inputs, place: Place) -> tuple[Tensor | None, ...]:
+    def _pass(self, inputs: NodeInputs, place: Place) -> tuple[Tensor | None, ...]:
         nodes, lengths = inputs.tokens.shape[1], inputs.lengths
         index = torch.arange(nodes, device=lengths.device)
         ancestors = ((inputs.ancestors[:, :, None] >> index) & 1) == 1

@@ -15,6 +15,33 @@ import triton.language as tl
 
 
 @triton.jit
+def plant(
+    roots, tokens, parents, depths, ancestors, vocabulary, NODES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Depths and ancestors of a text's tree that no host has looked at. Whatever stands there, node
+    0 is the root, tokens are in the vocabulary, and parents stand before their children."""
+    text, node = tl.program_id(0), tl.arange(0, BLOCK)
+    inside, at = node < NODES, text * NODES + node
+    token = tl.load(tokens + at, mask=inside, other=0)
+    token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
+    token = tl.where(node == 0, tl.load(roots + text), token)
+    parent = tl.load(parents + at, mask=inside, other=0)
+    parent = tl.minimum(tl.maximum(parent, 0), node - 1).to(tl.int32)  # the root's is -1
+    depth = tl.zeros((BLOCK,), tl.int64)
+    seen = tl.full((BLOCK,), 1, tl.int64) << node
+    above = parent
+    for _ in range(1, NODES):
+        leads = above >= 0
+        depth += leads.to(tl.int64)
+        seen |= tl.where(leads, tl.full((BLOCK,), 1, tl.int64) << tl.maximum(above, 0), 0)
+        higher = tl.sum(tl.where(above[:, None] == node[None, :], parent[None, :], 0), 1)
+        above = tl.where(leads, higher, -1)
+    tl.store(tokens + at, token, mask=inside)
+    tl.store(depths + at, depth, mask=inside)
+    tl.store(ancestors + at, seen, mask=inside)
+
+
+@triton.jit
 def embed(
     tokens, table, norm, x, scaled, squares,
     HIDDEN: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
@@ -197,11 +224,21 @@ def _finite(value):
     return tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(value.dtype)
 
 
-@triton.jit(do_not_specialize=["nodes", "first", "slots", "last_position", "window"])
+@triton.jit(
+    do_not_specialize=[
+        "nodes",
+        "before",
+        "block_nodes",
+        "first",
+        "slots",
+        "last_position",
+        "window",
+    ]
+)
 def attend(
     qkv, keys, values, cos, sin, q_norm, k_norm, eps,
     real, lengths, depths, ancestors, first, last_position,
-    mixed, partial, tops, totals, nodes, slots, scaling, window,
+    mixed, partial, tops, totals, nodes, before, block_nodes, slots, scaling, window,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, HEAD_NORM: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +246,8 @@ def attend(
 
     New keys are rotated here, used from registers, and put into the cache on the way: by the one
     program whose stretch they lie in. Each key is reduced in the lane of its slot, so a chain's
-    sums do not depend on which of its tokens were guesses.
+    sums do not depend on which of its tokens were guesses. `before` nodes of the block are in the
+    cache already, from earlier passes: seen by those that they lead to.
     """
     text = tl.program_id(0) // KEY_HEADS
     head = tl.program_id(0) % KEY_HEADS
@@ -224,8 +262,8 @@ def attend(
     asks = query < GROUP * nodes
     length = tl.load(lengths + text).to(tl.int32)
     text_nodes = tl.load(real).to(tl.int32)  # nodes that belong to the text; guesses follow
-    depth = tl.load(depths + text * nodes + node).to(tl.int32)
-    seen = tl.load(ancestors + text * nodes + node)
+    depth = tl.load(depths + text * block_nodes + before + node).to(tl.int32)
+    seen = tl.load(ancestors + text * block_nodes + before + node)
 
     # Queries: heads of the group by nodes, [QUERIES, WIDTH] in two halves.
     q_at = (text * nodes + node) * ALL + (head * GROUP + query // nodes) * WIDTH
@@ -252,17 +290,19 @@ def attend(
         held = slot < length
         apart = depth[:, None] + length - slot[None, :]
         visible = held[None, :] & asks[:, None]
-        if (start + BLOCK > length) & (start < length + nodes):
+        if (start + BLOCK > length) & (start < length + before + nodes):
             other = tl.maximum(slot - length, 0)
-            fresh = (slot >= length) & (other < nodes)
-            n_at = (text * nodes + other) * ALL + (HEADS + head) * WIDTH
+            in_block = (slot >= length) & (other < before + nodes)
+            fresh = in_block & (other >= before)
+            n_at = (text * nodes + other - before) * ALL + (HEADS + head) * WIDTH
             n_low = tl.load(qkv + n_at[:, None] + half[None, :], mask=fresh[:, None], other=0.0)
             n_high = tl.load(
                 qkv + n_at[:, None] + HALF + half[None, :], mask=fresh[:, None], other=0.0
             )
             v_from = n_at[:, None] + KEY_HEADS * WIDTH + whole[None, :]
             n_value = tl.load(qkv + v_from, mask=fresh[:, None], other=0.0)
-            other_depth = tl.load(depths + text * nodes + other, mask=fresh, other=0).to(tl.int32)
+            d_at = depths + text * block_nodes + other
+            other_depth = tl.load(d_at, mask=in_block, other=0).to(tl.int32)
             if HEAD_NORM:
                 n_low, n_high = _head_normed(n_low, n_high, k_norm, half, eps, WIDTH)
             other_position = tl.minimum(length + other_depth, last_position)
@@ -279,8 +319,8 @@ def attend(
             k_high = tl.where(fresh[:, None], n_high, k_high)
             value = tl.where(fresh[:, None], n_value, value)
             leads = ((seen[:, None] >> other[None, :].to(tl.int64)) & 1) == 1
-            visible = visible | (fresh[None, :] & leads)
-            apart = tl.where(fresh[None, :], depth[:, None] - other_depth[None, :], apart)
+            visible = visible | (in_block[None, :] & leads)
+            apart = tl.where(in_block[None, :], depth[:, None] - other_depth[None, :], apart)
         visible = visible & (apart < window)
         scores = tl.dot(q_low, k_low.T)
         scores = tl.dot(q_high, k_high.T, scores)

@@ -9,53 +9,77 @@ a pass is some numbers written to memory and one launch.
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from draftahead import tree
+from draftahead.runtime.shape import Ahead
 
 MOST_GRAPHS = 64
 MOST_ALIKE = 8  # recordings of one shape: so many passes of it can be under way
 
+# What the host knows of a pass: all, all but the tokens, or neither the tokens nor the trees.
+Known = Literal["all", "shape", "roots"]
+
 
 class Inputs:
-    """Of a pass over [texts, nodes]: a block of int64 on the host, its copy on the device, and the
-    parts of that. Tokens come along, or are on the device already."""
+    """What changes from pass to pass: a block of int64 on the host, its copy on the device, and the
+    parts of that, of which the first `sent` come from the host."""
 
-    def __init__(self, texts: int, nodes: int, device: torch.device, *, with_tokens: bool) -> None:
-        count = texts * nodes
-        sizes = [1, texts, count, count, count]
-        self._block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self.real, self.lengths, *parts = torch.split(self._block, sizes)
-        self.depths, self.ancestors, self.tokens = (part.view(texts, nodes) for part in parts)
-        sent = len(self._block) - (0 if with_tokens else count)
-        self._here = _pinned(self, sent)
-        self._words, self._with_tokens = self._here.numpy(), with_tokens
-        chain = [*range(nodes)] * texts + tree.ancestor_bits(range(-1, nodes - 1)) * texts
-        self._chain = chain  # depths and ancestors of a draft without branches
-
-    def write(
-        self, tokens: Tensor, lengths: Seq[int], parents: Seq[Seq[int]] | None, real: int
+    def __init__(
+        self, shapes: Seq[tuple[int, ...]], device: torch.device, sent: int | None = None
     ) -> None:
-        shape = self._chain
-        if parents is not None:
-            shape = [depth for row in parents for depth in tree.depths(row)]
-            shape += [word for row in parents for word in tree.ancestor_bits(row)]
-        said = tokens.flatten().tolist() if self._with_tokens else ()
-        self._words[:] = [real, *lengths, *shape, *said]
-        if not self._with_tokens:
-            self.tokens.copy_(tokens)
+        sizes = [math.prod(shape) for shape in shapes]
+        self._block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        parts = zip(torch.split(self._block, sizes), shapes, strict=True)
+        self.parts = [part.view(shape) for part, shape in parts]
+        self._here = _pinned(self, sum(sizes[:sent]))
+        self.words = self._here.numpy()
 
     def fetch(self) -> None:
         """The first thing a pass does."""
         self._block[: len(self._here)].copy_(self._here, non_blocking=True)
+
+
+class NodeInputs(Inputs):
+    """Of a pass over [texts, nodes]."""
+
+    def __init__(self, texts: int, nodes: int, device: torch.device, known: Known) -> None:
+        each = (texts, nodes)
+        shapes = [(1,), (texts,), (texts,), each, each, each, each]
+        super().__init__(shapes, device, {"all": 6, "shape": 5, "roots": 3}[known])
+        self.known = known
+        self.real, self.lengths, self.roots, *parts = self.parts
+        # Of trees that are under way the pass itself finds depths and ancestors.
+        self.depths, self.ancestors, self.tokens, self.parents = parts
+        chain = [*range(nodes)] * texts + tree.ancestor_bits(range(-1, nodes - 1)) * texts
+        self._chain = chain  # depths and ancestors of a draft without branches
+
+    def write(
+        self, tokens: Tensor, lengths: Seq[int], parents: Seq[Seq[int]] | Ahead | None, real: int
+    ) -> None:
+        start = [real, *lengths]
+        if isinstance(parents, Ahead):
+            self.words[:] = [*start, *parents.roots]
+            self.parents.copy_(parents.parents)
+        else:
+            shape = self._chain
+            if parents is not None:
+                shape = [depth for row in parents for depth in tree.depths(row)]
+                shape += [word for row in parents for word in tree.ancestor_bits(row)]
+            said = tokens.flatten().tolist() if self.known == "all" else ()
+            self.words[:] = [*start, *[0] * len(lengths), *shape, *said]
+        if self.known != "all":
+            self.tokens.copy_(tokens)
 
 
 _SPARE: dict[int, list[Tensor]] = {}  # by length
@@ -74,7 +98,24 @@ def _pinned(owner: Inputs, length: int) -> Tensor:
 
 
 Output = tuple[Tensor | None, ...]
-Body = Callable[[Inputs], Output]
+Body = Callable[[Any], Output]  # given its Inputs
+
+
+class DeviceClock:
+    """How long a device takes for what it is sent between start and stop."""
+
+    def __init__(self) -> None:
+        make = partial(torch.cuda.Event, enable_timing=True)
+        self._start, self._end = make(), make()
+        self._start.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def seconds(self) -> float:
+        """Waits for it."""
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1e3
 
 
 class Recording:
@@ -146,20 +187,35 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def run(
+    def over(
         self,
         key: Hashable,
         body: Body,
         tokens: Tensor,
         lengths: Seq[int],
-        parents: Seq[Seq[int]] | None,
+        parents: Seq[Seq[int]] | Ahead | None,
         real: int,
     ) -> Output | None:
-        """One pass; None, and a warning, where passes cannot be recorded or kernels not be run."""
+        """One pass over nodes [B, N]."""
+        texts, nodes = tokens.shape
+        on_host: Known = "all" if tokens.device.type == "cpu" else "shape"
+        known: Known = "roots" if isinstance(parents, Ahead) else on_host
+        return self.run(
+            (key, texts, nodes, known),
+            body,
+            lambda: NodeInputs(texts, nodes, self._device, known),
+            lambda inputs: inputs.write(tokens, lengths, parents, real),
+        )
+
+    def run(
+        self, key: Hashable, body: Body, make: Callable[[], Any], write: Callable[[Any], None]
+    ) -> Output | None:
+        """One pass, with Inputs made for it once and written each time; None, and a warning, where
+        passes cannot be recorded or kernels not be run."""
         try:
             with torch.cuda.device(self._device):
-                recording = self._free(key, body, tokens)
-                recording.inputs.write(tokens, lengths, parents, real)
+                recording = self._free(key, body, make)
+                write(recording.inputs)
                 return recording.run()
         except Exception as failure:
             self.works = False
@@ -172,11 +228,8 @@ class Graphs:
             )
             return None
 
-    def _free(self, key: Hashable, body: Body, tokens: Tensor) -> Recording:
+    def _free(self, key: Hashable, body: Body, make: Callable[[], Any]) -> Recording:
         """A recording of this shape that is not under way; made if there is none."""
-        texts, nodes = tokens.shape
-        with_tokens = tokens.device.type == "cpu"
-        key = (key, texts, nodes, with_tokens)
         found = self._kept.pop(key, [])
         self._kept[key] = found  # as the one used last
         recording = next((one for one in found if one.is_free()), None)
@@ -188,8 +241,7 @@ class Graphs:
         else:
             if len(self) >= self.most:
                 self._drop_oldest()
-            inputs = Inputs(texts, nodes, self._device, with_tokens=with_tokens)
-            recording = Recording(inputs, body, self._pool, self._stream)
+            recording = Recording(make(), body, self._pool, self._stream)
         found.append(recording)
         return recording
 

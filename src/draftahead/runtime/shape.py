@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftahead.kvcache import KVCache
 
@@ -29,6 +30,17 @@ class Place(NamedTuple):
     live: int  # slots to read, at least
     last_position: int  # there is none behind it; padding may point there
     real: int  # nodes that belong to the text; those behind are guesses or padding
+
+
+class Ahead(NamedTuple):
+    """Trees that a device is still growing. The host knows their roots alone."""
+
+    roots: Seq[int]
+    parents: Tensor  # [B, N], on the device
+
+    def and_idle(self, rows: int) -> Ahead:
+        """With so many rows behind them that hold no text."""
+        return Ahead([*self.roots, *[0] * rows], F.pad(self.parents, (0, 0, 0, rows)))
 
 
 class Scored(NamedTuple):
@@ -80,6 +92,7 @@ class Decoder(Protocol):
 
     bit_stable: bool  # a token's logits are the same bits in every pass, whatever else is in it
     tolerance: float  # how far from the model's own forward its logits may be, relative
+    reads_ahead: bool  # trees that the host has not seen yet
 
     def watch(self, depths: tuple[int, ...]) -> None:
         """Passes store the states after so many layers from now on; after the last one, normed."""
@@ -90,12 +103,13 @@ class Decoder(Protocol):
         self,
         tokens: Tensor,
         lengths: Seq[int],
-        parents: Seq[Seq[int]] | None,
+        parents: Seq[Seq[int]] | Ahead | None,
         *,
         place: Place,
         scored: bool = True,
     ) -> Scored | None:
-        """None where this pass cannot be done that way after all."""
+        """Trees ahead are for those that read ahead. None where this pass cannot be done that way
+        after all."""
         ...
 
 

@@ -1,0 +1,151 @@
+"""Whether a drafter that takes its time is worth asking: by what it brought where it was asked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from draftahead.types import Batch
+
+TRIES = 4  # texts after which a costly drafter is known well enough to be judged
+RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
+RECENT = 0.1  # share of the newest step in what is thought of it
+A_KIND, MUCH = 0.5, 2.0  # guesses of others that tell situations apart, and the most of them
+
+
+class Promise(NamedTuple):
+    """What the best width of some trees promises."""
+
+    rate: float  # tokens a second
+    gain: float  # guesses of a text that come true
+    width: int  # nodes a text
+
+
+@dataclass
+class Patience:
+    """How long one that did not pay is left alone: longer each time."""
+
+    retry: int = RETRY
+    idle: int = 0
+
+    def reset(self) -> None:
+        self.retry = RETRY
+
+    def is_over(self) -> bool:
+        """One more step without it; whether it is time for another try."""
+        self.idle += 1
+        if self.idle < self.retry:
+            return False
+        self.idle, self.retry = 0, min(2 * self.retry, LONGEST_RETRY)
+        return True
+
+
+@dataclass
+class Situation:
+    """What asking brought where the others promised about as much."""
+
+    asked: int = 0  # texts
+    more: float = 0.0  # guesses of a text that come true beyond the others'
+    width: float = 1.0  # nodes a text that are scored then
+    patience: Patience = field(default_factory=Patience)
+
+    def note(self, texts: int, more: float, width: float) -> None:
+        self.asked += texts  # a batch tells as much as so many steps
+        share = max(RECENT, texts / self.asked)
+        self.more += share * (more - self.more)
+        self.width += share * (width - self.width)
+
+
+@dataclass
+class Costly:
+    """What a drafter that takes its time is worth: as it was lately, where it was asked.
+
+    It adds most where the others know little, so that is told apart. What counts is what claims
+    turned out to be worth, not what came true in a step: a guess that was not worth its row may
+    have been right as well.
+    """
+
+    asked: int = 0
+    seconds: float = 0.0  # a step
+    situations: defaultdict[int, Situation] = field(default_factory=lambda: defaultdict(Situation))
+
+    def pays(self, batch: Batch, others: Promise) -> bool:
+        """Whether to ask now, beside what the others promise."""
+        now = self.situations[kind_of(others)]
+        if batch.price is None or now.asked < TRIES:
+            return True
+        texts = len(batch.sequences)
+        seconds = batch.price.of(round(texts * now.width)) + self.seconds
+        if texts * (1 + others.gain + now.more) / seconds > others.rate:
+            now.patience.reset()
+            return True
+        return now.patience.is_over()
+
+    def note(self, seconds: float, others: Promise, together: Promise, texts: int = 1) -> None:
+        self._note_time(seconds)
+        more = together.gain - others.gain
+        self.situations[kind_of(others)].note(texts, more, together.width)
+
+    def _note_time(self, seconds: float) -> None:
+        # The first time, and after a while without it, it has much to read: no price of a step.
+        usual = min(seconds, 2 * self.seconds) if self.asked > 1 else seconds
+        self.seconds += (1.0 if self.asked <= 1 else RECENT) * (usual - self.seconds)
+        self.asked += 1
+
+    def reasons(self) -> str:
+        found = [
+            f"{now.more:.2f} guesses more where the others promised {kind * A_KIND:.1f}"
+            for kind, now in sorted(self.situations.items())
+            if now.asked
+        ]
+        return ", ".join(found) or "nothing yet"
+
+
+@dataclass
+class Unseen(Costly):
+    """The same for one that works on a device while the others are asked, and whose trees nobody
+    sees before they are scored. It is sent off before it is known what the others promise, and
+    then its trees or theirs are taken; what counts is what came true."""
+
+    without: float = 0.0  # tokens a second that the others promise, lately
+    patience: Patience = field(default_factory=Patience)
+
+    def is_sent(self, batch: Batch) -> bool:
+        """Whether to send it off now."""
+        if batch.price is None or self.asked < TRIES:
+            return True
+        texts = len(batch.sequences)
+        # Where the others know little, which is where it is needed.
+        usual = max(self.situations.values(), key=lambda now: now.asked)
+        seconds = batch.price.of(round(texts * usual.width)) + self.seconds
+        if texts * (1 + usual.more) / seconds > self.without:
+            self.patience.reset()
+            return True
+        return self.patience.is_over()
+
+    def wins(self, batch: Batch, others: Promise, width: int) -> bool:
+        """Whether its trees are taken, now that they are on their way."""
+        self.without += RECENT * (others.rate - self.without) if self.without else others.rate
+        now = self.situations[kind_of(others)]
+        if batch.price is None or now.asked < TRIES:
+            return True
+        texts = len(batch.sequences)
+        if texts * (1 + now.more) / batch.price.of(texts * width) > others.rate:
+            now.patience.reset()
+            return True
+        return now.patience.is_over()
+
+    def note_kept(
+        self, seconds: float, others: Promise, kept: float, width: int, texts: int
+    ) -> None:
+        """Its trees were taken, and so many guesses of a text came true."""
+        self._note_time(seconds)
+        self.situations[kind_of(others)].note(texts, kept, width)
+
+    def reasons(self) -> str:
+        return super().reasons().replace("guesses more", "guesses right")
+
+
+def kind_of(others: Promise) -> int:
+    return int(min(others.gain, MUCH) / A_KIND)
