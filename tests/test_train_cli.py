@@ -122,6 +122,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "part": (("answers", "--part", "3"), "--part is a number of a number"),
     "parts": (("answers", "--part", "3/2"), "there are parts 1 to 2"),
     "odd digits": (("answers", "--part", "²/³"), "--part is a number of a number"),
+    "nothing to keep": (("medusa", "--states-folder", "x"), "give --keep-states"),
     "no folder": (("medusa", "--out", __file__), "cannot write to"),
     "nor here": (("answers", "--out", __file__), "cannot write to"),
 }

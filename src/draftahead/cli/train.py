@@ -131,6 +131,8 @@ class Training:
             check_drawing()
             options.check_writable(self.plot)
         options.check_folder(self.out)
+        if self.states_folder is not None and not self.keep_states:
+            raise ConfigError("--states-folder is for states that are kept: give --keep-states GB")
         with terminal_report() as report:
             report("loading torch and transformers")
             return gathered(
