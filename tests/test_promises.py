@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftahead import Draft, Drafter
+import drafted
+import zoo
+from draftahead import LLM, Draft, Drafter, DrafterFaultWarning, Sampling
 from draftahead.drafters.auto import Auto, Guess, promised
+from draftahead.drafters.eagle import Eagle
+from draftahead.heads import eagle_files
 from draftahead.promises import LONGEST_RETRY, RETRY, TRIES, Costly, Promise, Unseen
 from draftahead.rates import Calibration
-from draftahead.types import Batch
+from draftahead.types import Batch, Request
 from test_auto import Price, batch_of_one
 
 POOR = Promise(1.2 / 1.02, 0.2, 2)  # what others promise where they know little
@@ -80,6 +85,7 @@ def bare(most: int = 15) -> Auto:
     auto._calibrations, auto._trees, auto.most = defaultdict(Calibration), [], most
     auto._scored, auto._kept = Counter(), Counter()
     auto.cheap, auto.other, auto.name, auto._sent = {}, None, "", None
+    auto.costly, auto.unseen, auto.guided, auto.vocabulary = Costly(), None, True, 99
     return auto
 
 
@@ -97,11 +103,17 @@ def test_claims_are_worth_what_such_claims_of_theirs_came_to() -> None:
 
 
 class Noting(Drafter):
-    def __init__(self) -> None:
+    """Says one token, with a claim, or raises."""
+
+    def __init__(self, token: int = 5, claim: float = 0.95, fault: Exception | None = None) -> None:
+        self.token, self.claim, self.fault = token, claim, fault
         self.told: list[str] = []
 
     def propose(self, batch: Batch) -> Draft | None:
-        return None
+        self.told.append("propose")
+        if self.fault is not None:
+            raise self.fault
+        return Draft.chains(batch.roots, [[self.token]], [[self.claim]])
 
     def learn(self, *_: Any) -> None:
         self.told.append("learn")
@@ -120,6 +132,59 @@ def test_all_that_is_told_is_passed_on() -> None:
     assert costly.told == ["release"]
 
 
+def a_batch() -> Batch:
+    (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(Request((9,), Sampling(), seed=1))
+    return Batch((sequence,), (9,), None, "law", Price())  # type: ignore[arg-type]
+
+
+def test_what_is_proposed_claims_what_it_is_worth() -> None:
+    auto = bare()
+    auto.cheap = {"boaster": Noting(claim=0.95)}
+    for _ in range(200):
+        auto._calibrations["boaster",].note(0.95, False)
+    draft = auto.propose(a_batch())
+    assert draft is not None and draft.claims is not None
+    assert draft.claims[0][0] < 0.05
+
+
+def test_a_number_that_is_asked_for_is_no_matter_of_what_pays() -> None:
+    auto, other = bare(), Noting()
+    auto.other, auto.name, batch = other, "costly", a_batch()
+    for _ in range(TRIES):
+        auto.costly.note(5.0, Promise(1.0, 0.0, 1), Promise(1.0, 0.0, 1))
+    assert auto.propose(batch) is None and not other.told
+    auto.guided = False
+    assert auto.propose(batch) is not None and other.told == ["propose"]
+
+
+def test_a_costly_drafter_that_fails_is_not_asked_again() -> None:
+    auto, other = bare(), Noting(fault=RuntimeError("out of order"))
+    auto.other, auto.name, batch = other, "costly", a_batch()
+    with pytest.warns(DrafterFaultWarning, match="costly failed and is left out"):
+        assert auto.propose(batch) is None
+    assert auto.propose(batch) is None and other.told == ["propose"]
+
+
+def test_earlier_outputs_draft_where_that_is_asked_for() -> None:
+    prompt, sampling = [1, 2, 3], Sampling(temperature=0, max_tokens=40)
+    config = {"method": "auto", "num_speculative_tokens": 7, "shared_tokens": 1000}
+    llm = LLM(zoo.tiny("llama"), config, max_batch=1)
+    first, again, other = (
+        llm.generate([prompt], sampling, scope=scope)[0].stats.steps for scope in ("a", "a", "b")
+    )
+    assert again < 0.5 * first and again < 0.5 * other
+
+
+def test_a_head_that_comes_with_the_model_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = zoo.tiny("llama")
+    eagle_files.save(drafted.random_head(target), tmp_path, with_vocabulary=True)
+    monkeypatch.setattr("draftahead.hub.head_of", lambda model: tmp_path)
+    auto = LLM(target, "auto").engine.drafter
+    assert isinstance(auto, Auto) and isinstance(auto.other, Eagle)
+
+
 def test_trees_nobody_sees_are_sent_where_most_of_them_turned_out_well() -> None:
     """By the situation that it was in most often; and by what the others promise, lately."""
     unseen, batch = Unseen(), batch_of_one(Price())
@@ -134,3 +199,7 @@ def test_trees_nobody_sees_are_sent_where_most_of_them_turned_out_well() -> None
     assert not unseen.is_sent(batch)  # 2.5 tokens in 1.26, where the others have come to 3.8
     taken = [unseen.wins(batch, rich, 16) for _ in range(8 * LONGEST_RETRY)]
     assert 1 <= sum(taken) < 20
+    # Of four texts all tokens count, and all rows: 4 * 2.5 in 1.64 or 2.6, against 4.3.
+    four = Batch((None,) * 4, (9,) * 4, None, "law", Price())  # type: ignore[arg-type]
+    usual = Promise(4 * 1.2 / 1.12, 0.2, 3)
+    assert unseen.wins(four, usual, 16) and not unseen.wins(four, usual, 40)
