@@ -13,6 +13,7 @@ from draftahead import LLM, Sampling
 from draftahead.drafters import Drafter
 from draftahead.drafts import SURE, Growing
 from draftahead.passes import CachedModel
+from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.graphs import NodeInputs
 from draftahead.runtime.shape import Ahead
 from draftahead.types import Batch, Draft
@@ -116,8 +117,8 @@ class Unseen(Drafter):
     """Another's trees, handed over as a device would that is still at work. Some rows of some are
     spoilt: tokens, parents and roots that are none."""
 
-    def __init__(self, other: Drafter, *, spoils: bool) -> None:
-        self.other, self.spoils, self.steps = other, spoils, 0
+    def __init__(self, other: Drafter, *, spoils: bool, device: str = "cpu") -> None:
+        self.other, self.spoils, self.steps, self.device = other, spoils, 0, device
 
     def propose(self, batch: Batch) -> Draft | None:
         draft = self.other.propose(batch)
@@ -131,7 +132,7 @@ class Unseen(Drafter):
             spoilt = [(0, 1, 10**9), (0, 0, 77), (1, -1, 50), (1, 1, -1), (2, 1, -(10**12))]
             part, node, value = spoilt[kind]
             trees[row, part, node] = value
-        return Draft.ahead(Growing(batch.roots, trees, lambda: 0.0))
+        return Draft.ahead(Growing(batch.roots, trees.to(self.device), lambda: 0.0))
 
 
 def planted(tokens: torch.Tensor, ahead: Ahead) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,3 +194,49 @@ def test_a_row_that_is_no_tree_counts_as_its_root() -> None:
     assert draft.sizes == [3, 1]
     assert draft.rows == [[5, 6, 7], [8, 8, 8]] and draft.above == [[-1, 0, 1], [-1, 0, 0]]
     assert draft.claims == [[0.5, 0.5], []]  # none above its parent's
+
+
+class AtOnce:
+    """Recordings that are none: every pass is done as it comes."""
+
+    works = True
+
+    def __init__(self, *_: Any) -> None:
+        self.runs: list[Any] = []
+
+    def forget(self) -> None:
+        self.runs.clear()
+
+    def run(self, key: Any, body: Any, make: Any, write: Any) -> Any:
+        self.runs.append(key)
+        inputs = make()
+        write(inputs)
+        inputs.fetch()
+        return body(inputs)
+
+
+def test_a_prompt_filled_by_a_recording(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second of about its length on; behind what the row holds, with its states."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr("draftahead.runtime.forward.Graphs", AtOnce)
+    monkeypatch.setattr("draftahead.runtime.forward.FEWEST", 4)
+    monkeypatch.setattr("draftahead.passes.PREFILL_CHUNK", 16)
+    both = []
+    for recorded in (False, True):
+        passes = CachedModel(target, max_batch=3, max_context=90, spare=64)
+        passes._decoder = None  # its kernels would do it by themselves
+        passes._fill = RecordedFill(target, passes._forward, passes.cache) if recorded else None
+        passes.watch((1, 2))
+        for row, length in ((0, 5), (1, 37), (2, 39), (0, 60), (1, 88)):
+            passes.prefill(row, [(7 * row + 3 * i) % zoo.VOCABULARY for i in range(length)])
+        if passes._fill is not None:
+            assert passes._fill.graphs.runs  # type: ignore[attr-defined]
+        both.append(passes.cache)
+    for row, held in enumerate(both[0].contents):
+        assert held == both[1].contents[row]
+        tensors = zip(both[0]._stored(), both[1]._stored(), strict=True)
+        for eager, filled in tensors:
+            part = (slice(None), row, slice(None), slice(len(held)))
+            assert torch.allclose(eager[part], filled[part], atol=1e-6)
+            assert eager[part].abs().sum() > 0

@@ -237,7 +237,19 @@ def test_models_that_die_while_another_is_recorded() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.usefixtures("generous_policy")
 @pytest.mark.parametrize(
-    "drafter", ["lookup", "draft_model_self", "garbage_tree", "garbage", "auto_guided", "recycle"]
+    "drafter",
+    [
+        "lookup",
+        "draft_model_self",
+        "garbage_tree",
+        "garbage",
+        "auto_guided",
+        "recycle",
+        "eagle_guided",
+        "auto_eagle",
+        "medusa_guided",
+        "early_exit",
+    ],
 )
 def test_replay_in_half_precision_with_our_kernels(drafter: str, sampling: Sampling) -> None:
     model = shaped("qwen3", torch.bfloat16)

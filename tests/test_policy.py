@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from draftahead import LLM, Batch, Drafter, Sampling, Scores, engine
+from draftahead import LLM, Batch, Drafter, Sampling, Scores, stats
 from draftahead import policy as policy_module
 from draftahead.drafters import sound_claims
 from draftahead.engine import likeliest, outcomes
@@ -192,7 +192,7 @@ class Sleeper(Drafter):
 def test_the_engine_stops_asking_a_drafter_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only drafting and passes move, in the real engine."""
     now = [0.0]
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: now[0])
     sleeper = Sleeper(now)
     llm = LLM(zoo.tiny("llama"), sleeper, max_batch=1)
     score = llm.engine.target.score

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from draftahead.errors import DrafterFaultWarning
 from draftahead.policy import Policy, Spent
 from draftahead.sampling import Context, DraftDice, hash_key, logprobs_of
 from draftahead.scheduler import Scheduler
-from draftahead.stats import Stats
+from draftahead.stats import Clock, Stats
 from draftahead.target import Target
 from draftahead.text import Decode, TextTail
 from draftahead.types import (
@@ -165,7 +164,7 @@ class Engine:
 
     def _note(self, flight: Flight, verdict: Verdict) -> None:
         """What the policy learns of a step: of times also from a drafter that decides by itself."""
-        spent, claims = flight.clock.spent, []
+        clock, claims = flight.clock, []
         if flight.proposed is not None:
             for row, said in enumerate(verdict.tokens):
                 claims += outcomes(flight.proposed, row, said)
@@ -176,7 +175,7 @@ class Engine:
         tokens = sum(map(len, verdict.tokens))
         keys = sum(len(sequence.tokens) for sequence in flight.batch.sequences)
         self.policy.costs.situate(texts, keys)  # a next pass may be under way, for other texts
-        seconds = Spent(spent["draft_seconds"], spent["verify_seconds"])
+        seconds = Spent(clock.price("draft_seconds"), clock.price("verify_seconds"))
         if self.target.one_shape:
             width = 1  # as every pass is padded to
         self.policy.note(texts, width, tokens, seconds, claims, asked=flight.guided)
@@ -286,40 +285,6 @@ class Flight(NamedTuple):
     proposed: Draft | None  # with claims, before it was cut to what pays
     asked: bool  # the drafter was
     guided: bool  # and it is one that the policy guides
-
-
-class Clock:
-    """Seconds by stage of one step. A device's work counts where the host waits for it."""
-
-    def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
-        self._last = time.perf_counter()
-        self._stopped: float | None = None
-
-    def lap(self, stage: str) -> None:
-        """What passed since the last lap goes to this stage."""
-        now = time.perf_counter()
-        self.spent[stage] = self.spent.get(stage, 0.0) + now - self._last
-        self._last = now
-
-    def shift(self, stage: str, to: str, seconds: float) -> None:
-        """So much of what a stage waited for was another's work."""
-        seconds = min(seconds, self.spent[stage])
-        self.spent[stage] -= seconds
-        self.spent[to] = self.spent.get(to, 0.0) + seconds
-
-    def stop(self) -> None:
-        self._stopped = time.perf_counter()
-
-    def go_on(self) -> None:
-        """What others did since it was stopped does not count."""
-        if self._stopped is not None:
-            self._last += time.perf_counter() - self._stopped
-            self._stopped = None
-
-    def charge(self, stats: Stats, share: float = 1.0) -> None:
-        for stage, seconds in self.spent.items():
-            setattr(stats, stage, getattr(stats, stage) + share * seconds)
 
 
 def _logprobs(batch: Batch, scores: Scores, verdict: Verdict) -> dict[int, list[TokenLogprob]]:

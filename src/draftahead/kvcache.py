@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -77,10 +77,10 @@ class KVCache:
         self.states = torch.zeros(size, dtype=like.dtype, device=like.device)
         self.contents = [[] for _ in range(self.rows)]  # nothing is known of what they hold
 
-    def store(self, states: Tensor, first: int, slots: Tensor) -> None:
+    def store(self, states: Tensor, first: int | Tensor, slots: Tensor) -> None:
         """States [B, N, W, H] of nodes that lie in `slots` [B, N] of rows [first, first + B)."""
         assert self.states is not None
-        rows = torch.arange(first, first + len(slots), device=slots.device)
+        rows = rows_from(first, slots)
         self.states[rows[:, None], 0, slots] = states.flatten(2).to(self.states.dtype)
 
     def _stored(self, layers: int | None = None) -> list[Tensor]:
@@ -182,6 +182,13 @@ class Tenants:
             rows[row] = sequence
 
 
+def rows_from(first: int | Tensor, slots: Tensor) -> Tensor:
+    """Rows [B] from the first on, unless they are given one by one."""
+    if isinstance(first, Tensor):
+        return first
+    return torch.arange(first, first + len(slots), device=slots.device)
+
+
 class LayerWindow:
     """One layer of the cache as one pass sees it: rows [first, first + B), slots [0, live).
 
@@ -191,14 +198,20 @@ class LayerWindow:
     is_compileable = False
 
     def __init__(
-        self, keys: Tensor, values: Tensor, first: int, slots: Tensor, live: int, guesses: Tensor
+        self,
+        keys: Tensor,
+        values: Tensor,
+        first: int | Tensor,
+        slots: Tensor,
+        live: int,
+        guesses: Tensor,
     ) -> None:
         self.keys, self.values, self.first, self.live = keys, values, first, live
         self.slots = slots  # [B, N], where the new keys go
         self.guesses = guesses  # [N, 1, 1] or [B, N, 1, 1]: which nodes are no part of a text
 
     def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(self.first, self.first + len(self.slots), device=self.slots.device)
+        rows = rows_from(self.first, self.slots)
         for stored, new in (
             (self.keys, key.transpose(1, 2)),
             (self.values, value.transpose(1, 2)),
@@ -208,8 +221,11 @@ class LayerWindow:
             # stored. That of the text itself is: it is the target's own, and must show.
             clean = new.nan_to_num(0.0, 0.0, 0.0)
             stored[rows[:, None], :, self.slots] = clean.where(self.guesses, new)
+        held = self.keys[:, :, : self.live], self.values[:, :, : self.live]
+        if isinstance(self.first, Tensor):
+            return held[0].index_select(0, rows), held[1].index_select(0, rows)
         part = slice(self.first, self.first + len(self.slots))
-        return self.keys[part, :, : self.live], self.values[part, :, : self.live]
+        return held[0][part], held[1][part]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions come with the call
@@ -227,12 +243,19 @@ class CacheWindow:
     is_compileable = False
 
     def __init__(
-        self, cache: KVCache, first: int, slots: Tensor, live: int, real: int | Seq[int]
+        self,
+        cache: KVCache,
+        first: int | Tensor,
+        slots: Tensor,
+        live: int,
+        real: int | Tensor | Seq[int],
     ) -> None:
-        """`real`: nodes that belong to the text, of all rows or of each."""
+        """`first`: the first row, or [B] all of them where only the device knows. `real`: nodes
+        that belong to the text, of all rows or of each."""
         self._cache, self._first, self._slots, self.live = cache, first, slots, live
         nodes = torch.arange(slots.shape[1], device=slots.device)[:, None, None]
-        text = real if isinstance(real, int) else placed(real, torch.int64, slots.device)
+        known = isinstance(real, int | Tensor)
+        text: Any = real if known else placed(real, torch.int64, slots.device)
         guesses = nodes >= (text if isinstance(text, int) else text[:, None, None, None])
         self._layers = [
             LayerWindow(keys, values, first, slots, live, guesses)

@@ -112,6 +112,25 @@ class Part:
         return states if self._rest is None else (states, *self._rest)
 
 
+@contextmanager
+def shown(model: Any, depths: Seq[int]) -> Iterator[dict[int, Tensor]]:
+    """While entered, a forward leaves here what its nodes were after so many layers; after all of
+    them, behind the last norm. By hooks of our own, which go again: those that transformers hangs
+    up for `output_hidden_states` stay, and would make the model look like one its owner changed."""
+    found: dict[int, Tensor] = {}
+
+    def keep(depth: int, _: Any, __: Any, output: Any) -> None:
+        found[depth] = output if isinstance(output, Tensor) else output[0]
+
+    modules = [*_layers_of(model)[:-1], model.get_decoder()] if depths else []
+    handles = [modules[d - 1].register_forward_hook(partial(keep, d)) for d in depths]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _size(module: Any) -> int:
     return sum(tensor.numel() for tensor in [*module.parameters(), *module.buffers()])
 

@@ -21,11 +21,13 @@ from torch.nn import functional as F
 from draftahead import attention, support, tree
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kvcache import CacheWindow, KVCache, ShapeProbe
-from draftahead.parts import Part
+from draftahead.parts import Part, shown
 from draftahead.runtime.choice import kernels_for, recording_of
 from draftahead.runtime.cpu import MOST_ROWS
+from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.gpu import GpuDecoder
 from draftahead.runtime.linear import SmallRowLinears
+from draftahead.runtime.padding import Padding
 from draftahead.runtime.shape import Ahead, Binding, Decoder, Place
 from draftahead.support import (
     attention_configs,
@@ -39,7 +41,6 @@ from draftahead.support import (
 
 PREFILL_CHUNK = 512
 PREFILL_TOKENS = 16384  # of all texts of a pass that fills several rows
-ALONE = 8  # texts up to which a GPU records every number of them; beyond, multiples
 
 
 class CachedModel:
@@ -68,6 +69,7 @@ class CachedModel:
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallRowLinears(model)
         self._decoder: Decoder | None = None
+        self._fill: RecordedFill | None = None
         # [B, N] the first of the largest logits of the last pass, -1 where that is not finite;
         # None where the pass did not find it on its way.
         self.best: Tensor | None = None
@@ -89,10 +91,11 @@ class CachedModel:
 
     def reads_ahead(self, texts: int, nodes: int) -> bool:
         """Whether a pass over so many nodes takes trees that the host has not seen."""
-        decoder, extra = self._decoder, self._idle_rows(0, texts, nodes)
+        held, decoder = [len(row) for row in self.cache.contents[:texts]], self._decoder
         if decoder is None or not decoder.reads_ahead or self.switch is not None:
             return False
-        return decoder.takes(texts + extra, nodes, True)
+        more = Padding.of(self.cache, 0, held, nodes, fixed=True)
+        return decoder.takes(texts + more.texts, nodes, True)
 
     def watch(self, depths: Seq[int]) -> None:
         """From now on every pass leaves in the cache what its nodes were after so many layers;
@@ -107,6 +110,8 @@ class CachedModel:
         self.cache.watch(len(self._watched) * int(config.hidden_size))
         if self._decoder is not None:
             self._decoder.watch(self._watched)
+        if self._fill is not None:
+            self._fill.graphs.forget()
 
     def states(self, depths: Seq[int], rows: Tensor, slots: Tensor) -> Tensor:
         """What is in `slots` [B, N] of `rows` [B] was after so many layers, [B, N, W, H]."""
@@ -192,36 +197,24 @@ class CachedModel:
         part: Part | None,
     ) -> Tensor | None:
         """The pass in another way than by the model's own forward, if there is one for it."""
-        texts, width = tokens.shape
-        extra = self._idle_rows(place.first, texts, width)
+        texts, nodes = tokens.shape
+        more = Padding.of(self.cache, place.first, held, nodes, fixed=isinstance(parents, Ahead))
         decoder = self._decoder if part is None else part.decoder(self._decoder)
-        if decoder is None or not decoder.takes(texts + extra, width, scored):
+        if decoder is None or not decoder.takes(texts + more.texts, nodes + more.nodes, scored):
             return None
-        above = parents.tolist() if isinstance(parents, Tensor) else parents
-        if extra:
-            tokens = F.pad(tokens, (0, 0, 0, extra))
-            idle = self.cache.contents[place.first + texts :][:extra]
-            held = held + [len(row) for row in idle]
-            if isinstance(above, Ahead):
-                above = above.and_idle(extra)
-            elif above is not None:
-                above = above + above[:1] * extra
-        found = decoder.run(tokens, held, above, place=place, scored=scored)
+        idle = self.cache.contents[place.first + texts :][: more.texts]
+        found = decoder.run(
+            more.tokens(tokens),
+            held + [len(row) for row in idle],
+            more.parents(parents),
+            place=place._replace(live=place.live + more.nodes),
+            scored=scored,
+        )
         if found is None:
             return None
-        self.best = None if found.best is None else found.best[:texts]
-        self.top = None if found.top is None else found.top[:texts]
-        return found.logits[:texts]
-
-    def _idle_rows(self, first: int, texts: int, width: int) -> int:
-        """Rows without a text that go along on a GPU: a pass is recorded for each number of texts,
-        and texts end one by one. What they write lies behind what they hold."""
-        if self.device.type != "cuda" or texts <= ALONE:
-            return 0
-        extra = -texts % ALONE
-        idle = self.cache.contents[first + texts : first + texts + extra]
-        fits = all(len(held) + width <= self.cache.length for held in idle)
-        return extra if len(idle) == extra and fits else 0
+        self.best = None if found.best is None else found.best[:texts, :nodes]
+        self.top = None if found.top is None else found.top[:texts, :nodes]
+        return found.logits[:texts, :nodes]
 
     # longrope chooses its frequencies by the largest position in the pass: another set once a
     # text is longer than `switch`. A text is rotated alike from end to end (`cache.far`), so
@@ -253,18 +246,18 @@ class CachedModel:
         if not self.uses_interface:
             mask = attention.additive(mask, self.model.dtype)
         extra = {} if scored or not self._keeps_last else {"logits_to_keep": 1}
-        with self._our_kernels(attention_name), part.in_place() if part else nullcontext():
+        part_in_place = part.in_place() if part else nullcontext()
+        with self._our_kernels(attention_name), part_in_place, shown(self.model, watched) as found:
             out = self.model(
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
-                output_hidden_states=bool(watched),
                 **extra,
             )
         if watched:
-            cache.store(torch.stack([out.hidden_states[depth] for depth in watched], 2))
+            cache.store(torch.stack([found[depth] for depth in watched], 2))
         logits: Tensor = out.logits
         return logits
 
@@ -299,10 +292,16 @@ class CachedModel:
         chunk = fixed or (MOST_ROWS if self.bit_stable else PREFILL_CHUNK)
         for start in range(matched, len(tokens), chunk):
             part = list(tokens[start : start + chunk])
-            block = torch.tensor([part + [0] * (fixed - len(part) if fixed else 0)])
-            self.run(block, first=row, live=live, scored=False, real=len(part))
+            if fixed or not self._filled(row, part, start):
+                block = torch.tensor([part + [0] * (fixed - len(part) if fixed else 0)])
+                self.run(block, first=row, live=live, scored=False, real=len(part))
             self.cache.contents[row].extend(part)
         return matched
+
+    def _filled(self, row: int, tokens: list[int], held: int) -> bool:
+        """A part of a prompt by a recording, where there are some."""
+        last = self._last_position(row)
+        return self._fill is not None and self._fill.run(row, tokens, held, last)
 
     def prefill_rows(self, first: int, texts: Seq[Seq[int]]) -> None:
         """Fills rows from `first` on, several in a pass, reusing nothing."""
@@ -359,7 +358,11 @@ class CachedModel:
         forward on a text and a tree."""
         self._binding = Binding(self.model)
         decoder = kernels_for(self.model, self.cache, self._calls) or self._recording()
+        self._fill = None
         found = self._checked(decoder, row)
+        # What can be recorded pass by pass can be for a prompt.
+        if found is not None and self.device.type == "cuda":
+            self._fill = RecordedFill(self.model, self._forward, self.cache)
         if found is not None and self._watched:
             found.watch(self._watched)
         return found

@@ -50,6 +50,7 @@ class Costs:
         self._a_key = self._a_row_and_key = 0.0  # reading it once, and its share in each row
         self._texts, self._keys = 1, 0
         self.drafting = 0.0  # a step
+        self._drafts = 0
 
     def survey(self, timed: Callable[[int, int], float], room: int) -> None:
         """Measures this machine before the first step: `timed(rows, keys)` runs a pass over so many
@@ -85,8 +86,10 @@ class Costs:
         self._texts, self._keys = texts, keys
 
     def note_pass(self, rows: int, seconds: float) -> None:
+        if seconds <= 0:
+            return
         self._seen[rows] = self._seen.get(rows, 0) + 1
-        if self._seen[rows] <= WARM_UP:  # the first passes of a width may compile or record
+        if self._seen[rows] <= WARM_UP:
             bare = max(0.1 * seconds, seconds - self._pace * self._attending(rows))
             self._shape[rows] = min(self._shape.get(rows, math.inf), bare / self._pace)
             return
@@ -94,10 +97,16 @@ class Costs:
         self._pace *= surprise**PACE
         self._shape[rows] *= surprise**WIDTH
 
-    def note_drafting(self, seconds: float) -> None:
-        # A prompt that is read for the first time takes longer, and is no price of a step.
-        usual = min(seconds, 3 * self.drafting) if self.drafting else seconds
-        self.drafting = usual if not self.drafting else 0.8 * self.drafting + 0.2 * usual
+    def note_drafting(self, seconds: float) -> float:
+        """Returns what of it is a price of a step: a prompt that is read for the first time takes
+        longer, and a device may have had to compile or record something."""
+        self._drafts += 1
+        if self._drafts <= WARM_UP:
+            self.drafting = min(seconds, self.drafting or seconds)
+            return self.drafting
+        usual = min(seconds, 3 * self.drafting)
+        self.drafting = 0.8 * self.drafting + 0.2 * usual
+        return usual
 
     def of(self, rows: int) -> float:
         """For this many rows of the batch as it is now."""
@@ -232,12 +241,11 @@ class Policy:
         """A step: its time, its tokens, and of every drafted node whether it was kept. `asked`: the
         drafter was, and its time counts, also where none of its guesses was taken."""
         self.costs.note_pass(texts * width, spent.passing)
-        if asked:
-            self.costs.note_drafting(spent.drafting)
+        drafting = self.costs.note_drafting(spent.drafting) if asked else 0.0
         for claim, came_true in claims:
             self.calibration.note(claim, came_true)
         # By the usual times: what else the machine did meanwhile is no fault of the drafter's.
-        a_pass, taken = self.costs.of(texts), self.costs.of(texts * width) + spent.drafting
+        a_pass, taken = self.costs.of(texts), self.costs.of(texts * width) + drafting
         plain = tokens / texts * a_pass
         self.guard.note(taken, plain, a_pass=a_pass, drafted=asked)
         self.tally.widths[width] += 1

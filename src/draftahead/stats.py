@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -86,3 +89,59 @@ class Stats:
         raw = {item.name: getattr(self, item.name) for item in fields(self)}
         names = ("mean_acceptance_length", "acceptance_rate", "seconds", "tokens_per_second")
         return raw | {name: getattr(self, name) for name in names}
+
+
+class SetUp:
+    """Seconds that have gone into compiling and recording, in all. They are part of the wall time,
+    and no price of a step: the next one of its kind is without."""
+
+    seconds = 0.0
+
+    @classmethod
+    @contextmanager
+    def counted(cls) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            cls.seconds += time.perf_counter() - start
+
+
+class Clock:
+    """Seconds by stage of one step. A device's work counts where the host waits for it."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self._set_up: dict[str, float] = {}  # what of it went into compiling and recording
+        self._last, self._before = time.perf_counter(), SetUp.seconds
+        self._stopped: float | None = None
+
+    def lap(self, stage: str) -> None:
+        """What passed since the last lap goes to this stage."""
+        now, before = time.perf_counter(), SetUp.seconds
+        self.spent[stage] = self.spent.get(stage, 0.0) + now - self._last
+        self._set_up[stage] = self._set_up.get(stage, 0.0) + before - self._before
+        self._last, self._before = now, before
+
+    def price(self, stage: str) -> float:
+        """Without what the next step of its kind will not take."""
+        return self.spent[stage] - self._set_up.get(stage, 0.0)
+
+    def shift(self, stage: str, to: str, seconds: float) -> None:
+        """So much of what a stage waited for was another's work."""
+        seconds = min(seconds, self.spent[stage])
+        self.spent[stage] -= seconds
+        self.spent[to] = self.spent.get(to, 0.0) + seconds
+
+    def stop(self) -> None:
+        self._stopped = time.perf_counter()
+
+    def go_on(self) -> None:
+        """What others did since it was stopped does not count."""
+        if self._stopped is not None:
+            self._last += time.perf_counter() - self._stopped
+            self._stopped = None
+
+    def charge(self, stats: Stats, share: float = 1.0) -> None:
+        for stage, seconds in self.spent.items():
+            setattr(stats, stage, getattr(stats, stage) + share * seconds)

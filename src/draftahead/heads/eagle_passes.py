@@ -198,12 +198,12 @@ class HeadPasses:
             self.target.cache.states,
             self.target.places(self.head.config.depths),
             plan,
+            clock=clock,
             keys=keys,
             warmth=warmth,
         )
         if trees is None:
             return None
-        clock.stop()
         for row, tokens in enumerate(pending):
             held[row].extend(tokens)
         return Draft.ahead(Growing(batch.roots, trees, clock.seconds))

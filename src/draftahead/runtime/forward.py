@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from draftahead import attention
 from draftahead.kvcache import CacheWindow, KVCache
-from draftahead.runtime.graphs import Graphs, NodeInputs
+from draftahead.runtime.gpu_layers import power_of_two
+from draftahead.runtime.graphs import Graphs, Inputs, NodeInputs
 from draftahead.runtime.shape import Ahead, NotThisShapeError, Place, Scored
 
 MOST_NODES = 64
 MOST_SHAPES = 64  # that one layer is compiled for
 SHORTEST = 256  # slots; longer stretches are powers of two
+FEWEST = 32  # tokens of a prompt's pass; more are powers of two
 
 Forward = Callable[[Tensor, Tensor, Tensor, CacheWindow, bool], Tensor]
 
@@ -79,6 +81,53 @@ class RecordedForward:
             return (self._forward(inputs.tokens, positions, mask, window, True),)
         with self._layers.in_place():
             return (self._forward(inputs.tokens, positions, mask, window, True),)
+
+
+class FillInputs(Inputs):
+    """Of one text's pass over so many tokens."""
+
+    def __init__(self, nodes: int, device: torch.device) -> None:
+        super().__init__([(1,), (1,), (1,), (1, nodes)], device)
+        self.row, self.length, self.real, self.tokens = self.parts
+
+
+class RecordedFill:
+    """A prompt's pass by the model's own forward. Few hundred tokens keep a device busy for less
+    time than the host needs to launch all that; so from the second time on, passes over about as
+    many tokens are recordings."""
+
+    def __init__(self, model: Any, forward: Forward, cache: KVCache) -> None:
+        self._forward, self._cache = forward, cache
+        self.graphs = Graphs(cache.keys[0].device, type(model).__name__)
+        self._seen: set[tuple[int, int]] = set()
+
+    def run(self, row: int, tokens: Seq[int], held: int, last_position: int) -> bool:
+        """Tokens behind the first `held` of a row; False where the pass is for others."""
+        nodes = max(FEWEST, power_of_two(len(tokens)))
+        live = min(max(SHORTEST, power_of_two(held + nodes)), self._cache.length)
+        is_new = (nodes, live) not in self._seen
+        self._seen.add((nodes, live))
+        if is_new or held + nodes > live or not self.graphs.works:
+            return False
+
+        def write(inputs: FillInputs) -> None:
+            inputs.words[:] = [row, held, len(tokens), *tokens, *[0] * (nodes - len(tokens))]
+
+        found = self.graphs.run(
+            (nodes, live, last_position),
+            partial(self._pass, live=live, last_position=last_position),
+            lambda: FillInputs(nodes, self._cache.keys[0].device),
+            write,
+        )
+        return found is not None
+
+    def _pass(self, inputs: FillInputs, live: int, last_position: int) -> tuple[Tensor | None, ...]:
+        depths = torch.arange(inputs.tokens.shape[1], device=inputs.length.device)[None]
+        mask = attention.distances(inputs.length, depths, None, live)
+        slots = inputs.length[:, None] + depths
+        window = CacheWindow(self._cache, inputs.row, slots, live, inputs.real)
+        positions = slots.clamp(max=last_position)
+        return (self._forward(inputs.tokens, positions, mask, window, False),)
 
 
 class CompiledLayers:

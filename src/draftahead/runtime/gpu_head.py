@@ -18,7 +18,7 @@ from draftahead import tree
 from draftahead.drafts import SURE
 from draftahead.kvcache import KVCache
 from draftahead.runtime.gpu_layers import MOST_ROWS, Block, GpuLayers, Reach, power_of_two
-from draftahead.runtime.graphs import Graphs, Inputs
+from draftahead.runtime.graphs import DeviceClock, Graphs, Inputs
 from draftahead.runtime.shape import LlamaShape, is_plain, require
 
 LEAST_PAIRS = 4  # of a text in a recording; more are powers of two
@@ -134,6 +134,7 @@ class GpuHead:
         places: Seq[int],
         plan: Plan,
         *,
+        clock: DeviceClock,
         keys: Seq[Seq[int]] = (),
         warmth: Seq[float] = (),
     ) -> Tensor | None:
@@ -158,6 +159,7 @@ class GpuHead:
             partial(self._pass, plan=plan, reach=reach, states=states),
             lambda: Growth(texts, width, plan, at, self.layers.x[:1]),
             write,
+            clock,
         )
         return None if found is None else found[0]
 

@@ -15,7 +15,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from draftahead import tree
 from draftahead.runtime.shape import Ahead
+from draftahead.stats import SetUp
 
 MOST_GRAPHS = 64
 MOST_ALIKE = 8  # recordings of one shape: so many passes of it can be under way
@@ -102,20 +102,21 @@ Body = Callable[[Any], Output]  # given its Inputs
 
 
 class DeviceClock:
-    """How long a device takes for what it is sent between start and stop."""
+    """How long a device takes for a pass. What the host does before it, such as recording it, does
+    not count."""
 
     def __init__(self) -> None:
-        make = partial(torch.cuda.Event, enable_timing=True)
-        self._start, self._end = make(), make()
-        self._start.record()
+        self._marks: list[Any] = []
 
-    def stop(self) -> None:
-        self._end.record()
+    def mark(self) -> None:
+        event: Any = torch.cuda.Event
+        self._marks.append(event(enable_timing=True))
+        self._marks[-1].record()
 
     def seconds(self) -> float:
-        """Waits for it."""
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) / 1e3
+        """Between the first mark and the last. Waits for it."""
+        self._marks[-1].synchronize()
+        return float(self._marks[0].elapsed_time(self._marks[-1])) / 1e3
 
 
 class Recording:
@@ -130,14 +131,19 @@ class Recording:
     def is_free(self) -> bool:
         return bool(self.done.query())  # type: ignore[no-untyped-call]
 
-    def run(self) -> Output:
+    def run(self, clock: DeviceClock | None = None) -> Output:
         """The output's memory belongs to the graph: good until its next run."""
         if self._graph is None:
-            self._pass()  # compiles kernels and makes workspaces: neither may be recorded
-            self._try_without_waiting()
-            torch.cuda.synchronize()
-            self._graph = self._recorded()
+            with SetUp.counted():
+                self._pass()  # compiles kernels and makes workspaces: neither may be recorded
+                self._try_without_waiting()
+                torch.cuda.synchronize()
+                self._graph = self._recorded()
+        if clock is not None:
+            clock.mark()
         self._graph.replay()
+        if clock is not None:
+            clock.mark()
         self.done.record()
         return self._output
 
@@ -208,7 +214,12 @@ class Graphs:
         )
 
     def run(
-        self, key: Hashable, body: Body, make: Callable[[], Any], write: Callable[[Any], None]
+        self,
+        key: Hashable,
+        body: Body,
+        make: Callable[[], Any],
+        write: Callable[[Any], None],
+        clock: DeviceClock | None = None,
     ) -> Output | None:
         """One pass, with Inputs made for it once and written each time; None, and a warning, where
         passes cannot be recorded or kernels not be run."""
@@ -216,7 +227,7 @@ class Graphs:
             with torch.cuda.device(self._device):
                 recording = self._free(key, body, make)
                 write(recording.inputs)
-                return recording.run()
+                return recording.run(clock)
         except Exception as failure:
             self.works = False
             self._kept.clear()
