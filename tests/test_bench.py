@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 import zoo
-from draftahead import Sampling, Stats, errors
-from draftahead.bench.measure import Group, grouped, measure, results_of
+from draftahead import LLM, Sampling, Stats, errors
+from draftahead.bench.measure import Group, context_for, grouped, measure, results_of
 from draftahead.bench.rows import measure_rows, weight_bytes
 from draftahead.bench.sides import Ours, Outcome
 from draftahead.passes import CachedModel
@@ -36,6 +37,8 @@ def test_files_in_spec_benchs_format(tmp_path: Path) -> None:
         BenchPrompt("81", "writing", ("a", "b")),
         BenchPrompt("3", "all", ("c",)),
     ]
+    file.write_text('{"turns": ["one\u2028text"]}\r\n', "utf-8")  # which is no end of a line here
+    assert load_prompts(file) == [BenchPrompt("1", "all", ("one\u2028text",))]
     for bad in ("{", '{"turns": "text"}', '{"turns": []}', "[]", '{"id": 1}'):
         file.write_text(bad)
         with pytest.raises(errors.ConfigError, match="line 1"):
@@ -179,6 +182,38 @@ def test_a_shape_without_weights(
     assert report["measured_over_predicted"] == pytest.approx(ratio)
     assert {row["name"] for row in report["peers"]} == {"transformers", "transformers assisted"}
     assert "measured over predicted" in capsys.readouterr().out
+
+
+def test_sides_hold_the_context_they_need() -> None:
+    groups = [Group("a", [[1] * 30, [1] * 2000]), Group("b", [[1]])]
+    assert context_for(groups, 64, limit=8192) == 2064
+    assert context_for(groups, 64, limit=2048) == 2048  # and generating tells what is wrong
+    # The policy measures passes over so many keys: here it should see what it sees elsewhere.
+    assert context_for(groups[1:], 64, limit=8192) == 1024
+
+
+def test_no_batch_size_finds_the_caches_of_another(
+    folder: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []  # caches of sides, when another is made
+    sibling = LLM.sibling
+
+    def noted(first: LLM, *args: Any, **kwargs: Any) -> LLM:
+        alive.append(sum(cache() is not None for cache in made))
+        llm = sibling(first, *args, **kwargs)
+        made.append(weakref.ref(llm.engine.target.passes.cache))
+        return llm
+
+    monkeypatch.setattr(LLM, "sibling", noted)
+    arguments = ["bench", "--model", folder, "--prompts", "random", "--max-tokens", "4"]
+    arguments += ["--batch", "2,3", "--repeats", "1", "--drafter", "lookup,auto"]
+    assert run(monkeypatch, *arguments) == 0
+    assert alive == [0, 1, 2, 0, 1, 2]
+    assert "batch 3: only 2 prompts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,17 @@ def test_parts_give_the_files_of_one_process(llm: LLM, tmp_path: Path) -> None:
     assert contents(tmp_path / "three") == contents(tmp_path / "one")
 
 
+def test_a_batch_of_another_size_goes_on_as_well(llm: LLM, model: Any, tmp_path: Path) -> None:
+    """One that was too large for the memory should not cost what was done."""
+    prompts = zoo.ragged_prompts(18)
+    write_answers(llm, prompts, tmp_path / "one", sampling=SAID)
+    write_answers(llm, prompts, tmp_path / "two", sampling=SAID, part=(1, 3))
+    small = LLM(model, "none", tokenizer=zoo.tokenizer(), max_batch=1, max_context=64)
+    found = write_answers(small, prompts, tmp_path / "two", sampling=SAID)
+    assert len(found) == 18
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
 def test_answers_of_another_kind_are_not_mixed(llm: LLM, tmp_path: Path) -> None:
     prompts = zoo.ragged_prompts(6)
     write_answers(llm, prompts, tmp_path, sampling=SAID)
@@ -290,6 +301,9 @@ def test_answers_of_another_kind_are_not_mixed(llm: LLM, tmp_path: Path) -> None
         with pytest.raises(ConfigError, match="name another folder, or delete that one"):
             write_answers(which, asked, tmp_path, sampling=sampling)
     assert len(write_answers(llm, prompts, tmp_path, sampling=SAID)) == 6
+    (tmp_path / NOTES).write_text("{")
+    with pytest.raises(ConfigError, match="name another folder, or delete that one"):
+        write_answers(llm, prompts, tmp_path, sampling=SAID)
 
 
 def test_prompts_too_long_are_left_out(llm: LLM, tmp_path: Path) -> None:
@@ -298,6 +312,8 @@ def test_prompts_too_long_are_left_out(llm: LLM, tmp_path: Path) -> None:
     assert len(found) == sum(len(prompt) <= 9 for prompt in prompts)
     with pytest.raises(ConfigError, match="no prompt has at most 2 tokens"):
         write_answers(llm, prompts, tmp_path / "b", sampling=SAID, longest=2)
+    with pytest.raises(ConfigError, match="no room for prompts in a context of 64"):
+        write_answers(llm, prompts, tmp_path / "c", sampling=Sampling(max_tokens=64))
 
 
 def test_damaged_answers_say_so(llm: LLM, tmp_path: Path) -> None:
@@ -314,7 +330,8 @@ def test_prompts_are_read_as_they_are_given(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(
         '{"prompt": "w3 w4"}\n\n{"turns": ["w5", "w6"]}\n'
-        '{"messages": [{"role": "user", "content": "w7"}]}\n{"text": "w8 w9 w10"}\n'
+        '{"messages": [{"role": "user", "content": "w7"}]}\n{"text": "w8\u2028w9 w10"}\n',
+        "utf-8",
     )
     prompts, whole = read_prompts(file, llm)
     assert prompts == [[3, 4, 1], [5, 1], [7, 1]]  # through the template

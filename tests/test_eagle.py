@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import drafted
 import zoo
-from draftahead import LLM, Sampling, errors
+from draftahead import LLM, Sampling, errors, tree
 from draftahead.drafters.eagle import Eagle
 from draftahead.heads.eagle import EagleConfig, EagleHead, new_head
 from draftahead.runtime import build
@@ -67,8 +67,15 @@ def outputs_along(head: EagleHead, model: Any, text: list[int], path: list[int])
     return torch.stack(found)
 
 
-def made(kernels: bool, monkeypatch: pytest.MonkeyPatch, rows: int = 3) -> tuple[Any, LLM, Eagle]:
-    """With a head that is not rounded, by our kernels or by torch."""
+def made(
+    kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int = 3,
+    sure: float = 1.0,
+    **flags: bool,
+) -> tuple[Any, LLM, Eagle]:
+    """With a head that is not rounded, by our kernels or by torch; the surer it is, the deeper are
+    its trees."""
     if kernels and build.library() is None:
         pytest.skip("no compiler")
     monkeypatch.setattr("draftahead.heads.eagle_passes.round_linears", lambda head: 0)
@@ -77,6 +84,14 @@ def made(kernels: bool, monkeypatch: pytest.MonkeyPatch, rows: int = 3) -> tuple
     model = wide()
     torch.manual_seed(1)
     head = new_head(model, torch.arange(0, zoo.VOCABULARY, 2), depths=(1, 2), layers=2)
+    for name, value in flags.items():
+        setattr(head.config, name, value)
+    head.layers[0]._norms_residual = head.config.norm_before_residual  # the only one that asks
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.ndim == 1:  # no norm is like another
+                weight.mul_(1 + 0.3 * torch.randn_like(weight))
+        head.lm_head.weight.mul_(sure)
     llm = LLM(model, {"method": "eagle", "model": head}, max_batch=rows)
     drafter = llm.engine.drafter
     assert isinstance(drafter, Eagle)
@@ -240,12 +255,17 @@ def test_the_head_computes_what_published_heads_do(norms_residual: bool) -> None
 
 
 @pytest.mark.parametrize("rooms", [[9, 9, 9], [9, 1, 0], [2, 9, 3]])
+@pytest.mark.parametrize(
+    ("sure", "flags"),
+    [(1.0, {}), (3.0, {"norm_output": True}), (6.0, {"norm_before_residual": False})],
+    ids=["wide", "deep", "deeper"],
+)
 @torch.inference_mode()
 def test_trees_grown_by_the_kernels_are_the_growers(
-    rooms: list[int], monkeypatch: pytest.MonkeyPatch
+    sure: float, flags: dict[str, bool], rooms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node by node, and nothing of the text's own pairs is touched."""
-    _, llm, drafter = made(True, monkeypatch)
+    _, llm, drafter = made(True, monkeypatch, sure=sure, **flags)
     for prompt in zoo.ragged_prompts(3):
         llm.engine.add(llm._request(prompt, GREEDY))
     llm.engine._admit()
@@ -255,15 +275,35 @@ def test_trees_grown_by_the_kernels_are_the_growers(
     roots = drafter.passes._roots
     cache = drafter.passes.cache
     before = [cache.keys[0][row, :, : root + 1].clone() for row, root in enumerate(roots)]
+    kernels, told = drafter.passes._kernels, list[Any]()
+    grow = kernels.grow
+    monkeypatch.setattr(kernels, "grow", lambda *a, **k: told.append(grow(*a, **k)) or told[0])
     ours = drafter.passes.grown(batch, drafter.grower, rooms)
-    logits = drafter.passes.logits[:, 0]
+    logits, levels = drafter.passes.logits[:, 0], drafter.grower.levels
     theirs = drafter.grower.grow(batch, logits, drafter._expand, rooms, drafter._spoken)
+    assert told[0].levels == drafter.grower.levels - levels
     assert ours is not None and theirs is not None and sum(ours.sizes) > 12
+    if rooms == [9, 9, 9]:  # as deep as trees may be, or not
+        assert (max(max(tree.depths(row)) for row in ours.above) == 8) == (sure > 1)
     assert (ours.sizes, ours.rows, ours.above) == (theirs.sizes, theirs.rows, theirs.above)
     for one, other in zip(ours.claims or [], theirs.claims or [], strict=True):
         assert one == pytest.approx(other, rel=1e-4)
     for row, root in enumerate(roots):
         assert torch.equal(cache.keys[0][row, :, : root + 1], before[row])
+
+
+@pytest.mark.parametrize("odd", [torch.inf, torch.nan])
+@torch.inference_mode()
+def test_logits_that_are_no_numbers_make_no_guesses(
+    odd: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, llm, drafter = made(True, monkeypatch, rows=1)
+    llm.engine.add(llm._request(zoo.ragged_prompts(1)[0], GREEDY))
+    llm.engine._admit()
+    batch = llm.engine._batch()
+    drafter.passes.catch_up(batch.sequences, [True])
+    drafter.passes.logits[0, 0, 7] = odd
+    assert drafter.passes.grown(batch, drafter.grower, [9]) is None
 
 
 @torch.inference_mode()

@@ -209,6 +209,8 @@ def test_a_folder_with_a_training_is_not_written_over(tmp_path: Path) -> None:
         Loop(Line(), PLAN, tmp_path, from_number).run()
     with pytest.raises(ConfigError, match="no checkpoint of such a training"):
         Loop(Line(width=5), PLAN, tmp_path, from_number).run(resume=True)
+    with pytest.raises(ConfigError, match="a training on other texts"):
+        Loop(Line(), PLAN, tmp_path, from_number, about="others").run(resume=True)
     (tmp_path / CHECKPOINT).write_bytes(b"no checkpoint at all")
     with pytest.raises(ConfigError, match="no checkpoint of such a training"):
         Loop(Line(), PLAN, tmp_path, from_number).run(resume=True)

@@ -1,4 +1,4 @@
-"""Medusa heads: what they compute, the files they come from, the trees they make."""
+"""The Medusa drafter: its options, the trees it makes, and that guesses stand where heads mean."""
 
 from __future__ import annotations
 
@@ -9,232 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zoo
 from draftahead import LLM, Sampling, errors
-from draftahead.heads.medusa import (
-    MedusaHeads,
-    likeliest_tree,
-    load_heads,
-    new_heads,
-    save_heads,
-)
-from draftahead.runtime.linear import Int8Linear, quantize_model, rows_of
+from draftahead.heads.medusa import MedusaHeads, likeliest_tree, save_heads
+from draftahead.runtime.linear import quantize_model
 from draftahead.sampling import DraftDice, spread
 from draftahead.text import TextTail
 from draftahead.types import Request, Sequence
 from drafted import random_heads
 from test_cli import folder, run  # noqa: F401  (a fixture)
 
-HIDDEN, HEADS = 32, 3
+HEADS = 3
 GREEDY = Sampling(temperature=0, max_tokens=41)
 
 
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return zoo.tiny("llama")
-
-
-# ------------------------------------------------------------------------------- the module
-
-
-def published(layers: int = 1, *, outputs: bool = True) -> dict[str, torch.Tensor]:
-    """Tensors as FasterDecoding/Medusa names them."""
-    generator = torch.Generator().manual_seed(layers)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    found = {}
-    for head in range(HEADS):
-        for layer in range(layers):
-            found[f"{head}.{layer}.linear.weight"] = normal(HIDDEN, HIDDEN)
-            found[f"{head}.{layer}.linear.bias"] = normal(HIDDEN)
-        if outputs:
-            found[f"{head}.{layers}.weight"] = normal(zoo.VOCABULARY, HIDDEN)
-    return found
-
-
-def reference(tensors: dict[str, torch.Tensor], x: torch.Tensor, target: Any) -> torch.Tensor:
-    """The forward of Medusa's own code: [T, H] -> [T, K, V]."""
-    found = []
-    for head in range(HEADS):
-        y, layer = x, 0
-        while f"{head}.{layer}.linear.weight" in tensors:
-            name = f"{head}.{layer}.linear"
-            y = y + F.silu(y @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"])
-            layer += 1
-        own = tensors.get(f"{head}.{layer}.weight", target.lm_head.weight)
-        found.append(y @ own.T)
-    return torch.stack(found, 1)
-
-
-def as_vllm(tensors: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, held in tensors.items():
-        head, layer, *rest = name.split(".")
-        is_block = rest[0] == "linear"
-        native = (
-            f"blocks.{head}.layers.{layer}.{rest[-1]}" if is_block else f"lm_heads.{head}.weight"
-        )
-        found[native] = held
-    assert len(found) == HEADS * (2 * layers + 1)
-    return found
-
-
-def prefixed(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {prefix + name: held for name, held in tensors.items()}
-
-
-def same_heads(found: MedusaHeads, tensors: dict[str, torch.Tensor], target: Any) -> None:
-    x = torch.randn(5, HIDDEN, dtype=torch.float64)
-    logits = found.logits(x, found.output_for(target))
-    torch.testing.assert_close(logits, reference(tensors, x, target))
-    each = torch.stack([found.of(head, x) for head in range(HEADS)], 1)
-    torch.testing.assert_close(each, found(x))
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("outputs", [True, False], ids=["matrices", "shared"])
-def test_published_files_give_what_medusas_code_gives(
-    tmp_path: Path, target: Any, layers: int, outputs: bool
-) -> None:
-    tensors = published(layers, outputs=outputs)
-    torch.save(tensors, tmp_path / "medusa_lm_head.pt")
-    # As published: fewer heads than the file has.
-    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
-    same_heads(load_heads(str(tmp_path), target), tensors, target)
-    save_file(prefixed("medusa_heads.", tensors), tmp_path / "other.safetensors")
-    same_heads(load_heads(tmp_path / "other.safetensors", target), tensors, target)
-
-
-def test_a_whole_models_file_and_vllms_names(tmp_path: Path, target: Any) -> None:
-    for outputs in (True, False):
-        tensors = published(outputs=outputs)
-        whole = prefixed("medusa_head.", tensors)
-        whole["model.norm.weight"] = torch.ones(HIDDEN)
-        whole["lm_head.weight"] = torch.ones(zoo.VOCABULARY, HIDDEN)
-        save_file(whole, tmp_path / "model.safetensors")
-        same_heads(load_heads(tmp_path, target), tensors, target)
-    tensors = published()
-    save_file(as_vllm(tensors, 1), tmp_path / "model.safetensors")
-    same_heads(load_heads(tmp_path, target), tensors, target)
-    # Blocks without a bias, one matrix for all heads, and a map that shortens it.
-    blocks = {k: v for k, v in as_vllm(tensors, 1).items() if k.endswith("layers.0.weight")}
-    tokens, whole_head = torch.tensor([4, 2, 9]), torch.randn(zoo.VOCABULARY, HIDDEN).double()
-    save_file(
-        {**blocks, "lm_head.weight": whole_head, "token_map": tokens},
-        tmp_path / "model.safetensors",
-    )
-    heads = load_heads(tmp_path, target)
-    x = torch.randn(5, HIDDEN, dtype=torch.float64)
-    logits = heads.logits(x, heads.output_for(target))
-    y = x + F.silu(x @ tensors["1.0.linear.weight"].T)
-    torch.testing.assert_close(logits[:, 1], y @ whole_head[tokens].T)
-
-
-def test_what_is_saved_loads_again_and_serves_elsewhere(tmp_path: Path, target: Any) -> None:
-    tokens = torch.arange(1, zoo.VOCABULARY, 2)
-    heads = random_heads(target, HEADS, tokens).double()
-    heads.choices = ((0,), (1,), (0, 0))
-    x = torch.randn(5, HIDDEN, dtype=torch.float64)
-    expected = heads.logits(x, heads.output_for(target))
-    for head in (None, rows_of(target.lm_head, tokens)):
-        save_heads(heads, tmp_path, vocabulary=zoo.VOCABULARY, base="org/name", head=head)
-        again = load_heads(tmp_path, target)
-        assert again.choices == heads.choices
-        torch.testing.assert_close(again.logits(x, again.output_for(target)), expected)
-        assert (again.output_for(target) is None) == (head is not None)
-    names = set(load_file(tmp_path / "medusa_lm_head.safetensors"))
-    blocks = {f"{h}.0.linear.{kind}" for h in range(HEADS) for kind in ("weight", "bias")}
-    assert names == {*blocks, "lm_head.weight", "token_map"}
-    assert json.loads((tmp_path / "config.json").read_text()) == {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "base_model_name_or_path": "org/name",
-        "hidden_size": HIDDEN,
-        "vocab_size": zoo.VOCABULARY,
-        "medusa_num_heads": HEADS,
-        "medusa_num_layers": 1,
-        "medusa_fc_bias": True,
-        "original_lm_head": True,
-        "version": "2",
-        "truncated_vocab_size": len(tokens),
-        "medusa_choices": [[0], [1], [0, 0]],
-    }
-    torch.save(published(2), tmp_path / "two.pt")
-    save_heads(load_heads(tmp_path / "two.pt", target), tmp_path, vocabulary=zoo.VOCABULARY)
-    same_heads(load_heads(tmp_path, target), published(2), target)
-
-
-def test_new_heads_say_what_the_target_says(target: Any) -> None:
-    heads = new_heads(target, 2).double()
-    x = torch.randn(4, HIDDEN, dtype=torch.float64)
-    said = heads.logits(x, heads.output_for(target))
-    torch.testing.assert_close(said, target.lm_head(x)[:, None].expand(-1, 2, -1))
-
-
-def test_some_rows_of_a_rounded_head() -> None:
-    layer = torch.nn.Linear(64, 40, bias=True)
-    ids, x = torch.tensor([3, 39, 0]), torch.randn(2, 64)
-    for whole in (layer, Int8Linear(layer)):
-        torch.testing.assert_close(rows_of(whole, ids)(x), whole(x)[:, ids])
-        assert whole(x).shape == (2, 40)
-
-
-def test_files_that_cannot_be_heads(tmp_path: Path, target: Any) -> None:
-    file = tmp_path / "heads.safetensors"
-
-    def refused(tensors: dict[str, torch.Tensor], says: str) -> None:
-        save_file(tensors, file)
-        with pytest.raises(errors.ConfigError, match=says):
-            LLM(target, {"method": "medusa", "model": str(file)})
-
-    def but(name: str, held: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {**published(), name: held}
-
-    refused({}, "no Medusa heads")
-    refused({"0.1.weight": torch.ones(zoo.VOCABULARY, HIDDEN)}, "no Medusa heads")
-    refused(but("fc.weight", torch.ones(2)), "unknown tensors fc.weight")
-    wide = {"0.0.linear.weight": torch.ones(64, 64), "0.0.linear.bias": torch.ones(64)}
-    refused(wide, "another model.*hidden size is 32")
-    refused({k: v for k, v in published().items() if k != "1.0.linear.weight"}, "incomplete")
-    refused({k: v for k, v in published().items() if k != "1.1.weight"}, "2 output matrices")
-    others = {f"{h}.1.weight": torch.ones(999, HIDDEN) for h in range(HEADS)}
-    refused({**published(), **others}, "999 tokens, and the target has 97")
-    outside = {**published(outputs=False), "token_map": torch.tensor([5, 97])}
-    refused(outside, "outside the target's vocabulary")
-    (tmp_path / "config.json").write_text('{"medusa_choices": [[0, 0]]}')
-    refused(published(), r"\[0, 0\] without \[0\]")
-    (tmp_path / "config.json").write_text("[")
-    refused(published(), "cannot read")
-
-
-def test_files_that_cannot_be_read(tmp_path: Path, target: Any) -> None:
-    def refused(source: Any, says: str) -> None:
-        with pytest.raises(errors.ModelNotFoundError, match=says):
-            load_heads(source, target)
-
-    refused(tmp_path, "has none of medusa_lm_head.safetensors")
-    refused(tmp_path / "nowhere", "no folder or file")
-    whole = tmp_path / "medusa_lm_head.pt"
-    torch.save(published(), whole)
-    whole.write_bytes(whole.read_bytes()[:-2000])
-    refused(tmp_path, "damaged")
-    torch.save({"0.0.linear.weight": Path("code")}, whole)  # would run what it names
-    refused(tmp_path, "more than tensors")
-    torch.save([1], whole)
-    refused(tmp_path, "no tensors by name")
-    save_file(published(), tmp_path / "medusa_lm_head.safetensors")
-    cut = (tmp_path / "medusa_lm_head.safetensors").read_bytes()[:-64]
-    (tmp_path / "medusa_lm_head.safetensors").write_bytes(cut)
-    refused(tmp_path, "damaged")
-
-
-def test_options(target: Any) -> None:
+def test_options() -> None:
+    target = zoo.tiny("llama")
     heads = random_heads(target)
     for options, says in (
         ({}, "needs 'model'"),
@@ -395,11 +187,10 @@ def test_a_draft_vocabulary_takes_rows_of_the_targets_head(
 def test_heads_from_the_command_line(
     folder: str,  # noqa: F811
     tmp_path: Path,
-    target: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    save_heads(random_heads(target), tmp_path, vocabulary=zoo.VOCABULARY)
+    save_heads(random_heads(zoo.tiny("llama")), tmp_path, vocabulary=zoo.VOCABULARY)
     common = ("generate", "w5 w6", "--model", folder, "--max-tokens", "9", "--json")
     medusa = ("--drafter", "medusa", "--draft-model", str(tmp_path), "-k", "2")
     said = []

@@ -180,6 +180,35 @@ def test_distilling_learns_the_targets_law_at_every_learnt_token(name: str) -> N
 
 
 @pytest.mark.parametrize("make", [eagle_task, medusa_task, exit_task, distill_task])
+def test_texts_shorter_than_a_chain_count_as_they_do_beside_longer_ones(make: Any) -> None:
+    """Blocks hold texts of like length, so such texts come to stand alone."""
+    model = zoo.tiny("llama", dtype=torch.float32)
+    sizes = (3, 3, 3, 18)
+    said = [zoo.reference(model, prompt, 18) for prompt in ([1, 2], [5, 6], [7, 3], [4, 9])]
+    texts = Texts.of([(text[:2], text[2:size]) for text, size in zip(said, sizes, strict=True)])
+    task, depths, _ = make(model, texts)
+    task._depth = 5  # of chains, but for Medusa's three heads
+    together = task.evaluate()
+    apart = Blocks(texts, model, depths, tokens=18)
+    assert [block.tokens.shape[1] for block in apart.once()].count(3) == 1 < len(apart)
+    task._held_out = apart
+    assert task.evaluate() == together
+    for block in apart.once():
+        loss = task.loss(block)
+        loss.backward()
+        assert loss.isfinite()
+
+
+def test_a_vocabulary_smaller_than_a_trees_candidates() -> None:
+    model = zoo.tiny("llama", dtype=torch.float32)
+    texts = own_texts(model, 4)
+    heads = new_heads(model, 3, tokens=draft_vocabulary(texts, 5, zoo.VOCABULARY))
+    task = MedusaTask(heads, model, held(model, texts, ()))
+    task.evaluate()
+    assert heads.choices and max(max(path) for path in heads.choices) < 5
+
+
+@pytest.mark.parametrize("make", [eagle_task, medusa_task, exit_task, distill_task])
 def test_a_head_learns_what_its_target_says(make: Any, tmp_path: Path) -> None:
     """On a few texts that the target itself wrote acceptance rises well above chance; and what was
     simulated is what a drafter with these weights then does."""

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 import zoo
-from draftahead import LLM, Sampling, hub
+from draftahead import LLM, Sampling, errors, hub
 from draftahead.train import gain
 from draftahead.train.distill import new_student
 from draftahead.train.gain import Gain
 from draftahead.train.loop import CHECKPOINT, HISTORY
+from draftahead.train.texts import Texts, read_answers, write_texts
 from test_cli import folder, run  # noqa: F401
 from test_train import own_texts
 
@@ -120,6 +121,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "width": (("distill", "--layers", "1", "--hidden", "31"), "does not divide"),
     "part": (("answers", "--part", "3"), "--part is a number of a number"),
     "parts": (("answers", "--part", "3/2"), "there are parts 1 to 2"),
+    "odd digits": (("answers", "--part", "²/³"), "--part is a number of a number"),
+    "nothing to keep": (("medusa", "--states-folder", "x"), "give --keep-states"),
+    "no folder": (("medusa", "--out", __file__), "cannot write to"),
+    "nor here": (("answers", "--out", __file__), "cannot write to"),
 }
 
 
@@ -174,6 +179,42 @@ def test_another_models_answers_are_refused(
     out = ("--out", str(tmp_path / "out"), "--answers", answers)
     assert run(monkeypatch, "train", "medusa", "--model", str(tmp_path / "m"), *out) == 1
     assert "holds tokens that" in capsys.readouterr().err
+
+
+def test_texts_to_test_on_are_looked_at_likewise(
+    folder: str,  # noqa: F811
+    answers: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    common = ("train", "medusa", "--model", folder, "--out", str(tmp_path / "out"))
+    write_texts(Texts.of([([1, 2], [3, zoo.VOCABULARY])]), tmp_path / "others")
+    assert run(monkeypatch, *common, "--answers", answers, "--held-out", str(tmp_path / "others"))
+    assert "holds tokens that" in capsys.readouterr().err
+    write_texts(Texts.of([([], []), ([], [])]), tmp_path / "nothing")
+    assert run(monkeypatch, *common, "--answers", str(tmp_path / "nothing")) == 1
+    assert "no text has an answer" in capsys.readouterr().err
+
+
+def test_a_training_goes_on_with_its_own_texts_only(
+    folder: str,  # noqa: F811
+    answers: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Others would have another draft vocabulary, and hold out what was learnt from."""
+    common = ("train", "eagle", "--model", folder, "--out", str(tmp_path / "out"), *SMALL)
+    options = KINDS["eagle"][0]
+    assert run(monkeypatch, *common, *options, "--answers", answers) == 0
+    resume = (*common, *options, "--steps", "9", "--resume", "--answers")
+    more = Texts.joined([read_answers(Path(answers)), Texts.of([([1, 2], [3, 4, 5])])])
+    write_texts(more, tmp_path / "more")
+    for other in ((str(tmp_path / "more"),), (answers, "--seed", "1")):
+        assert run(monkeypatch, *resume, *other) == 1
+        assert "a training on other texts" in capsys.readouterr().err
+    assert run(monkeypatch, *resume, answers) == 0
 
 
 # --------------------------------------------------------------------------- several processes
@@ -286,3 +327,9 @@ def test_a_narrower_draft_model_keeps_the_proportions() -> None:
     assert sizes == (24, 6, 3, 4)
     assert c.intermediate_size == 40
     assert c.vocab_size == zoo.VOCABULARY
+    # One whose width inside follows from the other, and which has no heads for keys.
+    gpt2 = zoo.tiny("gpt2", dtype=torch.float32)
+    ids = torch.tensor(zoo.ragged_prompts(1))
+    assert new_student(gpt2, layers=1, hidden=16)(ids).logits.shape[-1] == zoo.VOCABULARY
+    with pytest.raises(errors.ConfigError, match="no --inner"):
+        new_student(gpt2, layers=1, inner=16)

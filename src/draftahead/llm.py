@@ -124,18 +124,18 @@ class LLM:
         drafter: str | Mapping[str, Any] | Drafter,
         *,
         max_batch: int,
+        max_context: int | None = None,
         lossless: bool = True,
     ) -> LLM:
-        """The same model with another drafter and a cache of its own; what one of them has loaded,
-        the others need not load again."""
-        context = self.engine.target.max_context
+        """The same model with another drafter and a cache of its own, as long as this one unless
+        told; what one of them has loaded, the others need not load again."""
         return LLM(
             self.model,
             drafter,
             tokenizer=self.tokenizer,
             lossless=lossless,
             max_batch=max_batch,
-            max_context=context,
+            max_context=max_context or self.engine.target.max_context,
             _load=self._load,
         )
 

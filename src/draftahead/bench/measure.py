@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from draftahead.bench.sides import Ours, Outcome, Side
+from draftahead.policy import SURVEYED_KEYS
 from draftahead.prompts import BenchPrompt
 from draftahead.stats import Stats
 from draftahead.types import Sampling
@@ -63,6 +64,14 @@ def random_groups(vocabulary: int, batch: int, count: int, longest: int) -> list
     return [Group("random", texts[at : at + batch]) for at in range(0, count, batch)]
 
 
+def context_for(groups: Seq[Group], tokens: int, limit: int) -> int:
+    """What a side must hold of each text: a cache of the model's whole context for every side would
+    be far more. Never less than the policy measures passes over, for it should decide here as it
+    does elsewhere."""
+    longest = max(len(prompt) for group in groups for prompt in group.prompts)
+    return min(limit, max(longest + tokens, SURVEYED_KEYS))
+
+
 def measure(
     sides: list[Side],
     groups: list[Group],
@@ -76,7 +85,7 @@ def measure(
     found = Measurement(sides, groups)
     try:
         for side in sides:  # the first pass of a process is slow
-            short = Sampling(temperature=0, max_tokens=4)
+            short = Sampling(temperature=0, max_tokens=min(4, sampling.max_tokens or 4))
             side.run(groups[0].prompts[:1], short)
         for number, group in enumerate(groups):
             for turn in range(repeats):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from draftahead.errors import ConfigError, nearest
 from draftahead.prompts import load_prompts
 
 if TYPE_CHECKING:
-    from draftahead.bench.measure import Measurement
+    from draftahead.bench.measure import Group, Measurement
     from draftahead.bench.sides import Side
     from draftahead.llm import LLM
     from draftahead.types import Sampling
@@ -31,12 +32,12 @@ def bench(
     prompts: Annotated[
         str, typer.Option(help="builtin, random (tokens), or a file as Spec-Bench's.")
     ] = "builtin",
-    limit: Annotated[int | None, typer.Option(help="Prompts of each task.")] = 2,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each task.", min=1)] = 2,
     max_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Turns; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Turns; the median counts.", min=1)] = 3,
     against: Annotated[str, typer.Option(help="transformers, llama.cpp, with commas.")] = "",
     rows: Annotated[bool, typer.Option("--rows", help="Measure T(rows) as well.")] = False,
     json_file: Annotated[
@@ -88,11 +89,16 @@ def bench(
         console.print(rows_table(report))
     results: list[dict[str, Any]] = []
     for size in batches:
-        configs = _configs(names, draft_model, num_speculative_tokens)
-        sides = [side(name, first, config, size, not_lossless) for name, config in configs.items()]
+        groups, context = groups_for(first, chosen, size, limit, sampling)
+        sides = [
+            side(name, first, config, size, context, not_lossless)
+            for name, config in _configs(names, draft_model, num_speculative_tokens).items()
+        ]
         if size == 1:
             sides += _peers(peers, model, first)
-        measured = run(notes, first, sides, chosen, size, limit, sampling, repeats)
+        if (most := max(len(group.prompts) for group in groups)) < size:
+            notes.print(f"batch {size}: only {most} prompts of a task to run at once; see --limit")
+        measured = run(notes, sides, groups, sampling, repeats)
         some = results_of(measured, "none", between(report["rows"]) if rows else None)
         results += some
         if some:
@@ -100,6 +106,8 @@ def bench(
         if measured.interrupted:
             notes.print("interrupted: these are the results so far")
             break
+        del sides, measured
+        gc.collect()  # their caches, before the next size makes its own
     report["results"] = [row for row in results if "drafter" in row]
     report["peers"] = [row for row in results if "drafter" not in row]
     report["peak_memory_bytes"] = peak_memory(first.engine.target.passes.device)
@@ -166,25 +174,28 @@ def _shape(
     )
 
 
-def run(
-    notes: Console,
-    llm: LLM,
-    sides: list[Side],
-    prompts: Any,
-    batch: int,
-    limit: int | None,
-    sampling: Sampling,
-    repeats: int,
-) -> Measurement:
-    from draftahead.bench.measure import grouped, measure, random_groups
+def groups_for(
+    llm: LLM, prompts: Any, batch: int, limit: int | None, sampling: Sampling
+) -> tuple[list[Group], int]:
+    """The groups that all sides generate for, and the context that takes. No prompts: random."""
+    from draftahead.bench.measure import context_for, grouped, random_groups
 
+    target, tokens = llm.engine.target, sampling.max_tokens or 0
     if prompts is None:
-        target, tokens = llm.engine.target, sampling.max_tokens or 0
         longest = max(1, target.max_context - tokens)
         groups = random_groups(target.vocabulary, batch, limit or 16, longest)
     else:
         groups = grouped(prompts, llm.encode, batch, limit)
-    with options.progress_bar(notes, f"batch {batch}", len(groups) * len(sides) * repeats) as step:
+    return groups, context_for(groups, tokens, target.passes.limit)
+
+
+def run(
+    notes: Console, sides: list[Side], groups: list[Group], sampling: Sampling, repeats: int
+) -> Measurement:
+    from draftahead.bench.measure import measure
+
+    title, count = f"batch {sides[0].batch}", len(groups) * len(sides) * repeats
+    with options.progress_bar(notes, title, count) as step:
         return measure(sides, groups, sampling, repeats, step)
 
 
@@ -204,13 +215,19 @@ def _configs(
 
 
 def side(
-    name: str, first: LLM, drafter: dict[str, Any], batch: int, not_lossless: bool = False
+    name: str,
+    first: LLM,
+    drafter: dict[str, Any],
+    batch: int,
+    context: int,
+    not_lossless: bool = False,
 ) -> Side:
     """Another drafter for a model that is loaded already. Plain decoding has nothing to lose."""
     from draftahead.bench.sides import Ours
 
     lossless = name == "none" or not not_lossless
-    return Ours(name, first.sibling(drafter, max_batch=batch, lossless=lossless), batch)
+    llm = first.sibling(drafter, max_batch=batch, max_context=context, lossless=lossless)
+    return Ours(name, llm, batch)
 
 
 def _peers(names: list[str], model: str, llm: LLM) -> list[Side]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,7 +118,7 @@ def parts_of(text: str) -> list[str]:
 
 def numbers_of(option: str, text: str) -> list[int]:
     parts = parts_of(text)
-    if not parts or not all(part.isdigit() and int(part) for part in parts):
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise ConfigError(f"{option} takes whole numbers from 1, with commas, not {text!r}")
     return [int(part) for part in parts]
 
@@ -134,6 +135,15 @@ def check_writable(file: Path) -> None:
         file.open("a").close()
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+
+
+def check_folder(folder: Path) -> None:
+    """The same for a folder to write to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
 
 
 def sampling_from(**fields: Any) -> Sampling:

@@ -48,11 +48,12 @@ def answers(
     from draftahead.train import texts
 
     shares = part.split("/")
-    if len(shares) != 2 or not all(share.isdigit() for share in shares):
+    if len(shares) != 2 or not all(share.isdecimal() for share in shares):
         raise ConfigError(f"--part is a number of a number of parts, as 2/3, not {part!r}")
     mine, of = int(shares[0]), int(shares[1])
     if not 1 <= mine <= of:
         raise ConfigError(f"--part {part}: there are parts 1 to {of}")
+    options.check_folder(out)
     config = options.drafter_from(drafter, draft_model, speculative_config, None)
     llm = options.build_llm(
         model,
@@ -109,7 +110,7 @@ class Training:
     ] = 0
     average: Annotated[float, typer.Option(help="Of the weights: how much a step keeps.")] = 0.999
     keep_states: Annotated[
-        float, typer.Option(help="GB of the target's states to keep, not to compute again.")
+        float, typer.Option(min=0, help="GB of the target's states to keep, not to compute again.")
     ] = 0.0
     states_folder: Annotated[
         Path | None, typer.Option(help="Keep them in a file there, not in memory.")
@@ -129,6 +130,9 @@ class Training:
         if self.plot is not None:
             check_drawing()
             options.check_writable(self.plot)
+        options.check_folder(self.out)
+        if self.states_folder is not None and not self.keep_states:
+            raise ConfigError("--states-folder is for states that are kept: give --keep-states GB")
         with terminal_report() as report:
             report("loading torch and transformers")
             return gathered(

@@ -24,12 +24,12 @@ def tune(
     speculative_config: options.SpeculativeConfig = None,
     guesses: Annotated[str, typer.Option(help="Numbers to try, with commas.")] = "1,3,5,7,11,15",
     prompts: Annotated[str, typer.Option(help="builtin, or a file as Spec-Bench's.")] = "builtin",
-    limit: Annotated[int | None, typer.Option(help="Prompts of each task.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each task.", min=1)] = 1,
     max_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
     batch: Annotated[int, typer.Option(help="Texts at once.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Turns; the median counts.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Turns; the median counts.", min=1)] = 2,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all figures.", metavar="FILE")
     ] = None,
@@ -62,16 +62,17 @@ def tune(
     with options.progress_bar(notes, "T(rows)", 17) as step:
         report |= measure_rows(first.engine.target.passes, progress=step)
     console.print(rows_table(report))
-    sides: list[Side] = [bench.side("none", first, {"method": "none"}, batch)]
+    groups, context = bench.groups_for(first, chosen, batch, limit, sampling)
+    sides: list[Side] = [bench.side("none", first, {"method": "none"}, batch, context)]
     for number in numbers:
         fixed = config | {"num_speculative_tokens": number}
-        sides.append(bench.side(str(number), first, fixed, batch))
-    own = bench.side(tuning.DEFAULT, first, config, batch)
+        sides.append(bench.side(str(number), first, fixed, batch, context))
+    own = bench.side(tuning.DEFAULT, first, config, batch, context)
     assert isinstance(own, Ours)
     if getattr(own.llm.engine.drafter, "guided", False):
         own.name = tuning.GUIDED
     sides.append(own)
-    found = bench.run(notes, first, sides, chosen, batch, limit, sampling, repeats)
+    found = bench.run(notes, sides, groups, sampling, repeats)
     if not found.groups:
         raise ConfigError("interrupted before the first prompt was through: nothing to tell")
     results = results_of(found, "none")

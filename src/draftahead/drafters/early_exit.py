@@ -36,6 +36,8 @@ class EarlyExit(Drafter):
         self.passes = setting.own_passes("early_exit")
         model = self.passes.model
         most = int(text_config(model).num_hidden_layers)
+        if adapter is not None and not isinstance(adapter, str | Path):
+            raise ConfigError(f"drafter 'early_exit': {adapter!r} is no path of an adapter")
         loaded = None if adapter is None else load_adapter(adapter, model)
         usual = max(1, round(most / 3)) if loaded is None else loaded.config.layers
         count = positive("layers", layers, most, usual)

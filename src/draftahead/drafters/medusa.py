@@ -43,8 +43,7 @@ class Medusa(Drafter):
         num_speculative_tokens: int | None = None,
         tree: int | list[list[int]] | None = None,
     ) -> None:
-        target = setting.target
-        assert target is not None
+        target = setting.own_passes("medusa")
         text = text_config(target.model)
         self.target, self.depths = target, (int(text.num_hidden_layers),)
         self.heads = heads = _heads(model, target.model)

@@ -138,6 +138,23 @@ def _fill(head: EagleHead, weights: dict[str, Tensor], folder: Path) -> None:
     head.load_state_dict(weights)
 
 
+# Of the layer's configuration, as it is.
+LAYER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "hidden_act",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "initializer_range",
+)
+
+
 def save(
     head: EagleHead, folder: Path, *, with_vocabulary: bool, target: str = "", guesses: int = 5
 ) -> None:
@@ -146,32 +163,24 @@ def save(
     if with_vocabulary and getattr(head.lm_head, "bias", None) is not None:
         raise ConfigError("the target's head has a bias, and no file of heads a place for it")
     folder.mkdir(parents=True, exist_ok=True)
-    c = head.config
-    layer = {
-        "model_type": "llama",
-        **{
-            name: getattr(c.layer, name)
-            for name in (
-                "hidden_size",
-                "intermediate_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "vocab_size",
-                "rms_norm_eps",
-                "hidden_act",
-                "max_position_embeddings",
-                "attention_bias",
-                "mlp_bias",
-                "initializer_range",
-            )
-        },
-        "head_dim": c.width,
-        "rope_parameters": dict(c.layer.rope_parameters),
-        "tie_word_embeddings": False,
+    weights = {
+        name: value.to(torch.bfloat16)
+        for name, value in plain_state(head).items()
+        if name != "tokens" and (with_vocabulary or not name.startswith("lm_head."))
     }
+    tokens, vocabulary = head.tokens.cpu(), int(head.config.layer.vocab_size)
+    if len(tokens) != vocabulary:
+        weights["d2t"] = tokens - torch.arange(len(tokens))
+        weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool)
+        weights["t2d"][tokens] = True
+    write_tensors(weights, folder / WEIGHTS[0])
+    config = json.dumps(_written_config(head.config, target, guesses), indent=1)
+    (folder / "config.json").write_text(config + "\n", "utf-8")
+
+
+def _written_config(c: EagleConfig, target: str, guesses: int) -> dict[str, Any]:
     proposal = {"proposal_type": "greedy", "speculative_tokens": guesses}
-    config = {
+    return {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3DraftModel"],
         "draft_vocab_size": c.draft_vocabulary,
@@ -190,17 +199,11 @@ def save(
             "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": target, "architectures": []},
         },
-        "transformer_layer_config": layer,
+        "transformer_layer_config": {
+            "model_type": "llama",
+            **{name: getattr(c.layer, name) for name in LAYER_FIELDS},
+            "head_dim": c.width,
+            "rope_parameters": dict(c.layer.rope_parameters),
+            "tie_word_embeddings": False,
+        },
     }
-    weights = {
-        name: value.to(torch.bfloat16)
-        for name, value in plain_state(head).items()
-        if name != "tokens" and (with_vocabulary or not name.startswith("lm_head."))
-    }
-    tokens = head.tokens.cpu()
-    if c.draft_vocabulary != c.layer.vocab_size:
-        weights["d2t"] = tokens - torch.arange(len(tokens))
-        weights["t2d"] = torch.zeros(int(c.layer.vocab_size), dtype=torch.bool)
-        weights["t2d"][tokens] = True
-    write_tensors(weights, folder / WEIGHTS[0])
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")

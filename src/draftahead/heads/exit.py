@@ -116,8 +116,8 @@ def _config(file: Path) -> ExitConfig:
         config = ExitConfig(**said)
         for field in fields(config):
             value = getattr(config, field.name)
-            whole = isinstance(value, int) and value > 0
-            if not (whole or value == field.default or isinstance(value, float)):
+            kind = float if field.name == "rms_norm_eps" else int
+            if value != field.default and not (type(value) is kind and value > 0):
                 raise ValueError(f"{field.name} is {value!r}")
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise ConfigError(f"{file} describes no exit adapter ({problem})") from problem

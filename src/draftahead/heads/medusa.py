@@ -201,8 +201,10 @@ def load_heads(source: str | Path, model: Any) -> MedusaHeads:
         raise ConfigError(f"{file} has {heads} heads and {len(rows)} output matrices")
     text = text_config(model)
     hidden, vocabulary = int(text.hidden_size), int(text.vocab_size)
-    _shorten(tensors, rows)
     tokens = tensors.get("token_map")
+    if tokens is not None and (tokens.is_floating_point() or tokens.ndim != 1 or not len(tokens)):
+        raise ConfigError(f"{file}: token_map is no list of tokens")
+    _shorten(tensors, rows)
     found = MedusaHeads(hidden, heads, layers=layers, outputs=rows, tokens=tokens).to(model.dtype)
     parts = found.parts()
     for name, expected in parts.items():

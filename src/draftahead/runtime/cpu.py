@@ -89,7 +89,7 @@ class CpuDecoder:
     reads_ahead = False
 
     def __init__(self, shape: LlamaShape, cache: KVCache) -> None:
-        self._library, self._layers, self._model = bound(shape, cache)
+        self._kernels, self._layers, self._model = bound(shape, cache)
         self._shape, self._cache = shape, cache
         # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
         self.tolerance = 0.05 if self._model.head.scales else 1e-3
@@ -97,7 +97,6 @@ class CpuDecoder:
         self._whole: CpuDecoder | None = None  # that this is a part of
         self._lower = 0  # of how many of the first layers, if of these
         self._below: Below | None = None
-        self._scratch = torch.empty(0)
         self._watch = torch.empty(0, dtype=torch.int64)
 
     def part(self, layers: Seq[int], exit: Exit | None, head: Any) -> CpuDecoder:
@@ -214,54 +213,15 @@ class CpuDecoder:
         at_once = max(1, MOST_ROWS // x.shape[1])
         for start in range(0, len(x), at_once):
             part = slice(start, start + at_once)
-            self._pass_of(
-                model,
-                x[part],
-                nodes.rows(part),
-                None if found is None else (found[0][part], found[1][part]),
-                None if states is None else states[part],
-            )
-
-    def _pass_of(
-        self,
-        model: Model,
-        x: Tensor,
-        nodes: Nodes,
-        found: tuple[Tensor, Tensor] | None,
-        states: Tensor | None,
-    ) -> None:
-        rows, count = x.shape[:2]
-        threads = build.threads()
-        needed = self._library.draftahead_scratch(ctypes.byref(model), rows * count, threads)
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
-        arguments = Pass(
-            rows=rows,
-            nodes=count,
-            first=nodes.first,
-            real=nodes.real,
-            lengths=nodes.lengths.data_ptr(),
-            block=nodes.depths.shape[1],
-            which=None if nodes.which is None else nodes.which.data_ptr(),
-            depths=nodes.depths.data_ptr(),
-            ancestors=nodes.ancestors.data_ptr(),
-            cos=nodes.cos.data_ptr(),
-            sin=nodes.sin.data_ptr(),
-            x=x.data_ptr(),
-            logits=None if found is None else found[0].data_ptr(),
-            watched=0 if states is None else len(self._watch),
-            watch=self._watch.data_ptr(),
-            states=None if states is None else states.data_ptr(),
-            top=None if found is None else found[1].data_ptr(),
-            scratch=self._scratch.data_ptr(),
-        )
-        if self._exit is not None and found is not None:
-            arguments.logits = None  # the layers alone, and then none of them
-            self._library.draftahead_pass(ctypes.byref(model), ctypes.byref(arguments), threads)
-            out = self._exit(x.clone()).contiguous()
-            arguments.x, arguments.logits = out.data_ptr(), found[0].data_ptr()
-            model = self._some(0, 0)
-        self._library.draftahead_pass(ctypes.byref(model), ctypes.byref(arguments), threads)
+            some, of_them = x[part], nodes.rows(part)
+            wanted = None if found is None else (found[0][part], found[1][part])
+            watched = None if states is None else (self._watch, states[part])
+            if self._exit is None or wanted is None:
+                self._kernels.run(model, some, of_them, wanted, watched=watched)
+            else:  # the layers alone, and then none of them
+                self._kernels.run(model, some, of_them, None, watched=watched)
+                out = self._exit(some.clone()).contiguous()
+                self._kernels.run(self._some(0, 0), out, of_them, wanted)
 
 
 class Nodes(NamedTuple):
@@ -293,7 +253,64 @@ class Nodes(NamedTuple):
         return self._replace(cos=self.cos[rows, which], sin=self.sin[rows, which], which=which)
 
 
-def bound(shape: LlamaShape, cache: KVCache) -> tuple[Any, Any, Model]:
+class Kernels:
+    """The compiled library, and the memory that its passes work in."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self._scratch = torch.empty(0)
+
+    def run(
+        self,
+        model: Model,
+        x: Tensor,
+        nodes: Nodes,
+        found: tuple[Tensor, Tensor] | None,
+        *,
+        watched: tuple[Tensor, Tensor] | None = None,
+        seen: Tensor | None = None,
+        keys_only: bool = False,
+    ) -> None:
+        """One pass over x [B, N, H], which becomes what it is after the last layer. `found`: logits
+        and likeliest tokens, to be filled. `watched`: depths, and states to be filled."""
+        rows, count = x.shape[:2]
+        threads, pointer = build.threads(), ctypes.byref(model)
+        needed = self.library.draftahead_scratch(pointer, rows * count, threads)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed)
+        logits, top = found or (None, None)
+        watch, states = watched or (None, None)
+        arguments = Pass(
+            rows=rows,
+            nodes=count,
+            first=nodes.first,
+            real=nodes.real,
+            lengths=_address(nodes.lengths),
+            block=nodes.depths.shape[1],
+            which=_address(nodes.which),
+            depths=_address(nodes.depths),
+            ancestors=_address(nodes.ancestors),
+            cos=_address(nodes.cos),
+            sin=_address(nodes.sin),
+            seen=_address(seen),
+            keys_only=keys_only,
+            x=_address(x),
+            logits=_address(logits),
+            watched=0 if watch is None else len(watch),
+            watch=_address(watch),
+            states=_address(states),
+            top=_address(top),
+            scratch=_address(self._scratch),
+        )
+        self.library.draftahead_pass(pointer, ctypes.byref(arguments), threads)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    assert tensor is None or tensor.is_contiguous()
+    return None if tensor is None else tensor.data_ptr()
+
+
+def bound(shape: LlamaShape, cache: KVCache) -> tuple[Kernels, Any, Model]:
     """The kernels, and a model over a cache as they take it. Shape and cache must outlive
     what is returned: it holds addresses."""
     library = build.library()
@@ -320,7 +337,7 @@ def bound(shape: LlamaShape, cache: KVCache) -> tuple[Any, Any, Model]:
         head=describe(shape.head),
         eps=shape.eps,
     )
-    return library, layers, model
+    return Kernels(library), layers, model
 
 
 def described(layer: LayerParts, keys: Tensor, values: Tensor) -> Layer:

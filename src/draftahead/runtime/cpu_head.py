@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftahead.kvcache import KVCache
 from draftahead.runtime import build
-from draftahead.runtime.cpu import MOST_ROWS, TOP, Pass, bound
+from draftahead.runtime.cpu import MOST_ROWS, TOP, Nodes, bound
 from draftahead.runtime.shape import LlamaShape
 
 
@@ -57,9 +57,8 @@ class CpuHead:
     """`shape` without an embedding and a rotation, bound to a cache."""
 
     def __init__(self, shape: LlamaShape, cache: KVCache) -> None:
-        self._library, self._layers, self._model = bound(shape, cache)
+        self._kernels, self._layers, self._model = bound(shape, cache)
         self._held = shape, cache  # whose addresses these are
-        self._scratch = torch.empty(0)
 
     def takes(self, texts: int, nodes: int, block: int) -> bool:
         return texts * nodes <= MOST_ROWS and block <= MOST_ROWS
@@ -80,43 +79,21 @@ class CpuHead:
         """Nodes [B, N]: residuals x [B, N, H], inputs `seen`, turns [B, N, width] -> logits
         [B, N, D]; x becomes what the last layer makes of it. `which` of a row's block they are, if
         they are not all of it: by `depths` and `ancestors` (as bits) of the whole block."""
-        texts, nodes = x.shape[:2]
-        assert x.is_contiguous() and seen.is_contiguous()
+        texts, count = x.shape[:2]
         cos, sin = (turn.contiguous() for turn in turns)
-        threads, model = build.threads(), ctypes.byref(self._model)
-        needed = self._library.draftahead_scratch(model, texts * nodes, threads)
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
-        logits = torch.empty(texts, nodes, 0 if keys_only else self._model.head.out)
-        top = torch.empty(texts, nodes, TOP, dtype=torch.int64)
-        block = len(depths[0])
-        count = texts * block
-        numbers: dict[str, ctypes.Array[Any]] = {
-            "lengths": (ctypes.c_int64 * texts)(*lengths),
-            "depths": (ctypes.c_int32 * count)(*(d for row in depths for d in row)),
-            "ancestors": (ctypes.c_uint64 * count)(*(a for row in ancestors for a in row)),
-        }
-        if which is not None:
-            numbers["which"] = (ctypes.c_int64 * (texts * nodes))(
-                *(w for row in which for w in row)
-            )
-        arguments = Pass(
-            rows=texts,
-            nodes=nodes,
-            first=first,
-            real=0,
-            block=block,
-            **{name: ctypes.addressof(array) for name, array in numbers.items()},
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            seen=seen.data_ptr(),
-            keys_only=keys_only,
-            x=x.data_ptr(),
-            logits=None if keys_only else logits.data_ptr(),
-            top=top.data_ptr(),
-            scratch=self._scratch.data_ptr(),
+        nodes = Nodes(
+            first,
+            0,  # guesses, all of them
+            torch.tensor(lengths),
+            torch.tensor(depths, dtype=torch.int32),
+            torch.tensor(ancestors),
+            cos,
+            sin,
+            None if which is None else torch.tensor(which),
         )
-        self._library.draftahead_pass(model, ctypes.byref(arguments), threads)
+        logits = torch.empty(texts, count, 0 if keys_only else self._model.head.out)
+        found = None if keys_only else (logits, torch.empty(texts, count, TOP, dtype=torch.int64))
+        self._kernels.run(self._model, x, nodes, found, seen=seen, keys_only=keys_only)
         return logits
 
     def grow(
@@ -168,7 +145,9 @@ class CpuHead:
             likely=ctypes.addressof(likely),
         )
         model = ctypes.byref(self._model)
-        levels = self._library.draftahead_grow(model, ctypes.byref(arguments), build.threads())
+        levels = self._kernels.library.draftahead_grow(
+            model, ctypes.byref(arguments), build.threads()
+        )
         trees, claims = [], []
         for row in range(texts):
             part = slice(row * most + 1, row * most + sizes[row])

@@ -52,6 +52,8 @@ def new_student(
     elif heads is not None or key_heads is not None:
         raise ConfigError("heads of another number need another width: give --hidden as well")
     if inner is not None:
+        if not hasattr(config, "intermediate_size"):
+            raise ConfigError(f"{type(model).__name__} has no width inside known here: no --inner")
         config.intermediate_size = inner
     try:
         student = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -75,10 +77,12 @@ def _narrow(config: Any, hidden: int, heads: int | None, key_heads: int | None) 
             "give --heads and --key-heads that do"
         )
     config.hidden_size, config.num_attention_heads = hidden, heads
-    config.num_key_value_heads = key_heads
+    if hasattr(config, "num_key_value_heads"):
+        config.num_key_value_heads = key_heads
     if getattr(config, "head_dim", None) is not None:
         config.head_dim = hidden // heads
-    config.intermediate_size = max(1, round(config.intermediate_size * share))
+    if hasattr(config, "intermediate_size"):  # others take it from the width
+        config.intermediate_size = max(1, round(config.intermediate_size * share))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from draftahead.heads import eagle_files
 from draftahead.heads.eagle import EagleHead
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.loop import Acceptance
-from draftahead.train.losses import law_over, soft_cross_entropy, walked
+from draftahead.train.losses import law_over, side_by_side, soft_cross_entropy, walked
 from draftahead.train.texts import Texts
 
 
@@ -78,9 +78,9 @@ class EagleTask:
             for depth, hidden in enumerate(chains.outputs(self.head, self._embed)):
                 guess = self.head.tokens[self.head.logits(hidden).argmax(-1)]
                 hit = guess == block.tokens[:, chains.first + 2 + depth :]
-                hits.append(F.pad(hit, (0, depth)))
-            answers = block.learnt.sum(1).tolist()
-            found.append((torch.stack(hits, -1).cpu(), answers))
+                hits.append(hit)
+            hits += [hits[0][:, :0]] * (self._depth - len(hits))
+            found.append((side_by_side(hits).cpu(), block.learnt.sum(1).tolist()))
         return walked(found)
 
     def save(self, folder: Path) -> None:
@@ -115,7 +115,7 @@ class Chains:
 
     def outputs(self, head: EagleHead, embed: nn.Module) -> Iterator[Tensor]:
         """What all chains that have a token there make of it, depth by depth:
-        [B, window - 2 - depth, H]."""
+        [B, window - 2 - depth, H]. A text that ends before has no more depths."""
         tokens, first, window = self.block.tokens, self.first, self.window
         texts, width = tokens.shape
         with torch.no_grad():
@@ -126,7 +126,7 @@ class Chains:
         at = places[: width - 1].expand(texts, -1)
         hidden = head(embedded[:, 1:], feature[:, :-1], at, attend.over_text)[:, first : width - 2]
         yield hidden
-        for depth in range(1, self.depth):
+        for depth in range(1, min(self.depth, window - 2)):
             count = window - 2 - depth
             after = first + 1 + depth
             at = places[first + depth : first + depth + count].expand(texts, -1)

@@ -124,7 +124,8 @@ class Average:
 
 class Loop:
     """One training. `blocks(number)` gives the blocks from one on; `reduce` averages the loss and
-    its gradients over processes, where there are several: what they decide by it is the same."""
+    its gradients over processes, where there are several: what they decide by it is the same.
+    `about`: what it learns from, which must be the same where it goes on."""
 
     def __init__(
         self,
@@ -136,7 +137,9 @@ class Loop:
         told: Callable[[str], None] = lambda line: None,
         reduce: Callable[[list[Tensor]], None] = lambda tensors: None,
         is_main: bool = True,
+        about: str = "",
     ) -> None:
+        self.about = about
         self.task, self.plan, self.folder, self.blocks = task, plan, folder, blocks
         self.told, self._reduce, self._is_main = told, reduce, is_main
         self.weights = [p for p in task.module.parameters() if p.requires_grad]
@@ -248,6 +251,7 @@ class Loop:
 
     def _save(self) -> None:
         state = {
+            "about": self.about,
             "module": self.task.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "average": self.average.state(),
@@ -266,6 +270,7 @@ class Loop:
         place = self.folder / CHECKPOINT
         try:
             state = torch.load(place, map_location=self._device, weights_only=True)
+            is_this = state["about"] == self.about
             self.task.module.load_state_dict(state["module"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.average.load(state["average"])
@@ -274,4 +279,10 @@ class Loop:
             self.history = History(**state["history"])
         except Exception as problem:
             raise ConfigError(f"{place} is no checkpoint of such a training: {problem}") from None
+        if not is_this:
+            # Held-out texts would be some that it learnt from, and its vocabulary another one.
+            raise ConfigError(
+                f"{self.folder} holds a training on other texts, of another model or with another "
+                "seed: go on with the same, or name another folder"
+            )
         self.told(f"going on from step {self.step}")

@@ -20,7 +20,7 @@ def law_over(states: Tensor, rows: Tensor) -> Tensor:
         return torch.cat(
             [
                 (states[at : at + AT_ONCE] @ rows.T).float().softmax(-1).to(rows.dtype)
-                for at in range(0, len(states), AT_ONCE)
+                for at in range(0, max(1, len(states)), AT_ONCE)
             ]
         )
 
@@ -66,7 +66,14 @@ def soft_cross_entropy(states: Tensor, weight: Tensor, law: Tensor) -> Tensor:
 def chained(hit: Tensor, depth: int) -> Tensor:
     """Whether each token was foretold from the ones before it, [B, tokens] -> [B, chains, depth]:
     for drafters whose guesses after a right prefix are the same in a text as in a draft."""
-    return torch.stack([F.pad(hit[:, at:], (0, at)) for at in range(depth)], -1)
+    return side_by_side([hit[:, at:] for at in range(depth)])
+
+
+def side_by_side(hits: Seq[Tensor]) -> Tensor:
+    """Of all chains of a text by depth, [B, chains - depth] each -> [B, chains, depth]: where the
+    text ends before a guess, there is no hit."""
+    chains = hits[0].shape[1]
+    return torch.stack([F.pad(hit, (0, chains - hit.shape[1])) for hit in hits], -1)
 
 
 def walked(found: Seq[tuple[Tensor, list[int]]]) -> Acceptance:

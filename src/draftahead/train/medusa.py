@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from draftahead.heads.medusa import MedusaHeads, likeliest_tree, save_heads
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.eagle import Chains
 from draftahead.train.loop import Acceptance
-from draftahead.train.losses import law_over, soft_cross_entropy, walked
+from draftahead.train.losses import law_over, side_by_side, soft_cross_entropy, walked
 
 CANDIDATES = 10  # of a head, in trees
 NODES = 15  # of the tree that is kept with the heads
@@ -46,14 +45,15 @@ class MedusaTask:
     def evaluate(self) -> Acceptance:
         """Of the likeliest chain; the tree is chosen by the same texts."""
         found: list[tuple[Tensor, list[int]]] = []
-        right = torch.zeros(len(self.heads), CANDIDATES)
+        candidates = min(CANDIDATES, len(self._rows))
+        right = torch.zeros(len(self.heads), candidates)
         tried = torch.zeros(len(self.heads), 1)
         for block in self._held_out.once():
             chains, hits = Chains(block, len(self.heads)), []
             for ahead in range(len(self.heads)):
                 states = block.last[:, chains.first : -2 - ahead]
                 logits = self.heads.of(ahead, states).to(self._rows.dtype) @ self._rows.T
-                ranked = logits.topk(CANDIDATES).indices
+                ranked = logits.topk(candidates).indices
                 if self.heads.tokens is not None:
                     ranked = self.heads.tokens[ranked]
                 after = slice(chains.first + 2 + ahead, None)
@@ -61,8 +61,8 @@ class MedusaTask:
                 learnt = block.learnt[:, after]
                 right[ahead] += hit[learnt].float().sum(0).cpu()
                 tried[ahead] += float(learnt.sum())
-                hits.append(F.pad(hit[..., 0], (0, ahead)))
-            found.append((torch.stack(hits, -1).cpu(), block.learnt.sum(1).tolist()))
+                hits.append(hit[..., 0])
+            found.append((side_by_side(hits).cpu(), block.learnt.sum(1).tolist()))
         tree = likeliest_tree((right / tried.clamp(min=1)).tolist(), NODES)
         self.heads.choices = tuple(path for path, _ in tree)
         return walked(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,7 +19,7 @@ from draftahead.errors import ConfigError
 from draftahead.train.blocks import Blocks
 from draftahead.train.eagle import draft_vocabulary
 from draftahead.train.loop import History, Loop, Plan, Task
-from draftahead.train.texts import Texts, read_answers
+from draftahead.train.texts import Texts, identity, read_answers
 
 HELD_OUT = 0.02  # of the texts, where no folder with others is named
 MOST_HELD_OUT = 256
@@ -64,6 +65,15 @@ class Material:
         vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)
         return draft_vocabulary(self.texts, size, vocabulary)
 
+    @property
+    def about(self) -> str:
+        """The same for the same texts of the same model."""
+        found = hashlib.sha256(identity(self.model).encode())
+        for texts in (self.texts, self.held_out):
+            for part in (texts.tokens, texts.starts, texts.answers):
+                found.update(part.numpy().tobytes())
+        return found.hexdigest()
+
     def held_out_blocks(self, depths: Seq[int], *, tokens: int, longest: int) -> Blocks:
         return Blocks(self.held_out, self.model, depths, tokens=tokens, longest=longest)
 
@@ -85,12 +95,17 @@ def gathered(
     where = str(processes.device) if processes.num_processes > 1 else device
     loaded, tokenizer = hub.load(model, dtype=dtype, device=where, report=report)
     loaded.eval().requires_grad_(False)
-    texts = read_answers(answers)
     vocabulary = int(loaded.config.get_text_config(decoder=True).vocab_size)
-    if int(texts.tokens.max()) >= vocabulary:
-        raise ConfigError(f"{answers} holds tokens that {model} does not have: another model's")
+
+    def read(folder: Path) -> Texts:
+        found = read_answers(folder)
+        if bool((found.tokens >= vocabulary).any()):
+            raise ConfigError(f"{folder} holds tokens that {model} does not have: another model's")
+        return found
+
+    texts = read(answers)
     if held_out is not None:
-        apart = read_answers(held_out)
+        apart = read(held_out)
     else:
         count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(texts))))
         if len(texts) <= count:
@@ -127,6 +142,7 @@ def trained(
         told=told if processes.is_main_process else lambda line: None,
         reduce=_mean_over_processes if processes.num_processes > 1 else lambda tensors: None,
         is_main=processes.is_main_process,
+        about=material.about,
     )
     return loop.run(resume=resume)
 

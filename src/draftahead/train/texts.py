@@ -123,7 +123,8 @@ def read_prompts(path: Path, llm: LLM) -> tuple[list[list[int]], Texts | None]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").splitlines()
+        # Not `splitlines`: a text within a line may hold other ends of lines, as U+2028.
+        return path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"cannot read {path}: {problem}") from None
 
@@ -144,15 +145,19 @@ def write_answers(
     """Answers to all prompts of at most `longest` tokens, into files in `folder`; those that are
     there already are left as they are. `part` 2 of 3 does the second third of the files, so that
     several processes can share the work."""
-    context = llm.engine.target.max_context - (sampling.max_tokens or 0)
-    longest = min(longest or context, context)
+    whole, answer = llm.engine.target.max_context, sampling.max_tokens or 0
+    if answer >= whole:
+        raise ConfigError(
+            f"answers of {answer} tokens leave no room for prompts in a context of {whole}: lower "
+            "max_tokens, or raise max_context"
+        )
+    longest = min(longest or whole, whole - answer)
     # Of like length together: a batch is as long as its longest.
     kept = sorted((list(p) for p in prompts if 0 < len(p) <= longest), key=len)
     if not kept:
         raise ConfigError(f"no prompt has at most {longest} tokens: raise the longest, or context")
     batch = llm.engine.scheduler.max_batch
-    files = -(-len(kept) // (batch * GROUPS))
-    _check_notes(folder, _identity(llm.model), kept, sampling, files)
+    files = _noted_files(folder, llm.model, kept, sampling, -(-len(kept) // (batch * GROUPS)))
     tokens = 0
     mine = range(part[0] - 1, files, part[1])
     for done, number in enumerate(mine, start=1):
@@ -176,26 +181,34 @@ def write_texts(texts: Texts, folder: Path) -> None:
     _save(texts, folder / "answers-given.safetensors")
 
 
-def _check_notes(
-    folder: Path, model: str, prompts: list[list[int]], sampling: Sampling, files: int
-) -> None:
-    """What the files there are answers to; others may not be mixed with them."""
+def _noted_files(
+    folder: Path, model: Any, prompts: list[list[int]], sampling: Sampling, files: int
+) -> int:
+    """How many files there are to be: as many as when it was begun, maybe with another batch. What
+    they are answers to is noted; others may not be mixed with them."""
     key = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-    said = {"model": model, "prompts": key, "sampling": repr(sampling), "files": files}
-    notes = json.dumps(said) + "\n"
+    about = {"model": identity(model), "prompts": key, "sampling": repr(sampling)}
     place = folder / NOTES
     folder.mkdir(parents=True, exist_ok=True)
-    if place.exists() and place.read_text("utf-8") != notes:
-        raise ConfigError(
-            f"{folder} holds answers to other prompts, of another model or with other settings: "
-            "name another folder, or delete that one"
-        )
+    if place.exists():
+        try:
+            said = json.loads(place.read_text("utf-8"))
+        except ValueError:
+            said = {}
+        files = int(said.pop("files", 0))
+        if said != about:
+            raise ConfigError(
+                f"{folder} holds answers to other prompts, of another model or with other "
+                "settings: name another folder, or delete that one"
+            )
+        return files
     part = place.with_suffix(f".{os.getpid()}.part")  # several processes may be at it
-    part.write_text(notes, "utf-8")
+    part.write_text(json.dumps({**about, "files": files}) + "\n", "utf-8")
     part.replace(place)
+    return files
 
 
-def _identity(model: Any) -> str:
+def identity(model: Any) -> str:
     """Of a model's weights, as far as its embeddings tell; the same wherever it was loaded from."""
     some = model.get_input_embeddings().weight.detach()[:64].float().cpu()
     return hashlib.sha256(some.numpy().tobytes()).hexdigest()
