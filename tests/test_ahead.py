@@ -113,6 +113,15 @@ def test_tokens_and_verdict_are_read_together() -> None:
 # ------------------------------------------------------- trees that nobody has looked at
 
 
+class Still:
+    """A clock on which nothing takes time."""
+
+    def mark(self) -> None: ...
+
+    def laps(self) -> list[float]:
+        return [0.0, 0.0]
+
+
 class Unseen(Drafter):
     """Another's trees, handed over as a device would that is still at work. Some rows of some are
     spoilt: tokens, parents and roots that are none."""
@@ -132,7 +141,7 @@ class Unseen(Drafter):
             spoilt = [(0, 1, 10**9), (0, 0, 77), (1, -1, 50), (1, 1, -1), (2, 1, -(10**12))]
             part, node, value = spoilt[kind]
             trees[row, part, node] = value
-        return Draft.ahead(Growing(batch.roots, trees.to(self.device), lambda: 0.0))
+        return Draft.ahead(Growing(batch.roots, trees.to(self.device), Still()))
 
 
 def planted(tokens: torch.Tensor, ahead: Ahead) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +149,7 @@ def planted(tokens: torch.Tensor, ahead: Ahead) -> tuple[torch.Tensor, torch.Ten
     tokens = tokens.clamp(0, zoo.VOCABULARY - 1)
     tokens[:, 0] = torch.tensor(ahead.roots)
     nodes = torch.arange(tokens.shape[1])
-    return tokens, ahead.parents.clamp(min=0).minimum(nodes - 1)
+    return tokens, ahead.trees[:, 1].clamp(min=0).minimum(nodes - 1)
 
 
 @pytest.fixture
@@ -189,7 +198,7 @@ def test_a_row_that_is_no_tree_counts_as_its_root() -> None:
     tokens, parents = [[5, 6, 7], [8, 9, 1]], [[-1, 0, 1], [-1, 0, 2]]
     claims = [[SURE, SURE // 2, SURE], [SURE, 0, 0]]
     trees = torch.tensor([tokens, parents, claims]).transpose(0, 1)
-    draft = Draft.ahead(Growing([5, 8], trees, lambda: 0.0))
+    draft = Draft.ahead(Growing([5, 8], trees, Still()))
     assert draft.read_with(torch.tensor([[3], [4]])) == [[3], [4]]
     assert draft.sizes == [3, 1]
     assert draft.rows == [[5, 6, 7], [8, 8, 8]] and draft.above == [[-1, 0, 1], [-1, 0, 0]]
@@ -235,7 +244,7 @@ def test_a_prompt_filled_by_a_recording(target: Any, monkeypatch: pytest.MonkeyP
         both.append(passes.cache)
     for row, held in enumerate(both[0].contents):
         assert held == both[1].contents[row]
-        tensors = zip(both[0]._stored(), both[1]._stored(), strict=True)
+        tensors = zip(both[0].stored(), both[1].stored(), strict=True)
         for eager, filled in tensors:
             part = (slice(None), row, slice(None), slice(len(held)))
             assert torch.allclose(eager[part], filled[part], atol=1e-6)

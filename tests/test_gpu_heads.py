@@ -225,6 +225,6 @@ def test_prompts_are_filled_by_recordings(kind: str) -> None:
             assert len(passes._fill.graphs) == 2 and passes._fill.graphs.works
         both.append(passes.cache)
     for row, held in enumerate(both[0].contents):
-        for eager, filled in zip(both[0]._stored(), both[1]._stored(), strict=True):
+        for eager, filled in zip(both[0].stored(), both[1].stored(), strict=True):
             one, other = (x[:, row, :, : len(held)].float() for x in (eager, filled))
             assert float((one - other).norm() / one.norm()) < (1e-4 if kind == "recorded" else 0.02)

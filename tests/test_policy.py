@@ -349,3 +349,23 @@ def test_where_rows_are_dear_the_drafter_is_hardly_asked() -> None:
     for _ in range(100):  # a drafter that becomes sure of everything is asked again
         policy.width([[0.99] * 15] * 4)
     assert all(policy.asks(4) for _ in range(100))
+
+
+def test_what_is_set_up_is_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling and recording count as time, not as what a step costs; and what a stage waited for
+    goes to whom it was for."""
+    now = [0.0]
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: now[0])
+    clock = stats.Clock()
+    now[0] += 1.0
+    clock.lap("draft_seconds")
+    with stats.SetUp.counted():
+        now[0] += 30.0
+    now[0] += 5.0
+    clock.lap("verify_seconds")
+    assert clock.spent == {"draft_seconds": 1.0, "verify_seconds": 35.0}
+    assert clock.price("verify_seconds") == pytest.approx(5.0)
+    clock.shift("verify_seconds", "draft_seconds", but=2.0)
+    assert clock.spent == {"draft_seconds": 34.0, "verify_seconds": 2.0}
+    assert clock.price("verify_seconds") == pytest.approx(2.0)
+    assert clock.price("draft_seconds") == pytest.approx(4.0)

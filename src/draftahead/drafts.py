@@ -5,11 +5,10 @@ Shapes: B rows of the batch, N nodes of a draft (node 0 is the root), V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +16,22 @@ from torch import Tensor
 SURE = 1 << 20  # a likelihood of 1, where a device hands it over as a whole number
 
 
+class Laps(Protocol):
+    """Times one thing after the other."""
+
+    def mark(self) -> None:
+        """Here one ends and another begins."""
+
+    def laps(self) -> list[float]:
+        """Seconds of each of them."""
+
+
 class Growing(NamedTuple):
     """Trees under way on a device: nobody has looked at them when they are scored."""
 
     roots: list[int]
     trees: Tensor  # [B, 3, N] int64: tokens, parents, and claims as parts of SURE
-    seconds: Callable[[], float]  # that the device took, once they have been read
+    clock: Laps  # of the device: for growing them, and for scoring them
 
 
 @dataclass(frozen=True)

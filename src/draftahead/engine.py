@@ -141,10 +141,11 @@ class Engine:
         """Verifies, keeps, learns, commits; also returns how many drafted tokens each row keeps."""
         batch, draft, scores, clock = flight[:4]
         verdict = verify(draft, scores, batch, self.rule, lossless=self.lossless)
+        clock.lap("verify_seconds")
+        if draft.growing is not None:  # then it also waited for the trees
+            clock.shift("verify_seconds", "draft_seconds", draft.growing.clock.laps()[-1])
         self.target.keep(batch, draft, verdict)
         clock.lap("verify_seconds")
-        if draft.growing is not None:
-            clock.shift("verify_seconds", "draft_seconds", draft.growing.seconds())
         logprobs = _logprobs(batch, scores, verdict)
         clock.lap("other_seconds")
         if flight.asked:  # one that is switched off costs nothing

@@ -8,6 +8,7 @@ row's length is garbage that no mask lets through, and that the next pass overwr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -62,6 +63,8 @@ class KVCache:
         self.contents: list[list[int]] = [[] for _ in range(rows)]
         self.changes = 0  # of what lies in the slots, other than by passes
         self.far = [False] * rows  # which frequencies rotated a row's keys: see passes.py
+        # A quicker way to move (row, to, from) of all that is stored; False where it cannot.
+        self.mover: Callable[[Seq[tuple[int, int, int]]], bool] | None = None
 
     def watch(self, width: int) -> None:
         """Makes room for so many numbers a token, of the states that passes leave."""
@@ -83,7 +86,7 @@ class KVCache:
         rows = rows_from(first, slots)
         self.states[rows[:, None], 0, slots] = states.flatten(2).to(self.states.dtype)
 
-    def _stored(self, layers: int | None = None) -> list[Tensor]:
+    def stored(self, layers: int | None = None) -> list[Tensor]:
         """Tensors [parts, rows, heads, slots, width]: all that is stored, or the keys and values of
         the first few layers."""
         if layers is not None:
@@ -128,9 +131,10 @@ class KVCache:
             (row, base + to, base + node)
             for base, (row, to, node) in zip(bases, moved, strict=True)
         ]
+        if layers is None and self.mover is not None and self.mover(slots):
+            return
         rows, to, come = placed(list(zip(*slots, strict=True)), torch.int64, self.keys[0].device)
-        for stored in self._stored(layers):
-            stored[:, rows, :, to] = stored[:, rows, :, come]
+        moved_up(self.stored(layers), rows, to, come)
 
     def copy_row(self, source: int, to: int) -> None:
         """Row `to` holds what row `source` holds."""
@@ -138,7 +142,7 @@ class KVCache:
             return
         self.changes += 1
         held = len(self.contents[source])
-        for stored in self._stored():
+        for stored in self.stored():
             stored[:, to, :, :held] = stored[:, source, :, :held]
         self.contents[to] = list(self.contents[source])
         self.far[to] = self.far[source]
@@ -146,7 +150,7 @@ class KVCache:
     def clear_row(self, row: int) -> None:
         """Forgets a row whose keys may not be finite: nothing of it may stay behind a mask."""
         self.changes += 1
-        for stored in self._stored():
+        for stored in self.stored():
             stored[:, row] = 0
         self.contents[row].clear()
 
@@ -155,13 +159,19 @@ class KVCache:
             return
         self.changes += 1
         held = max(len(self.contents[one]), len(self.contents[other]))
-        for stored in self._stored():
+        for stored in self.stored():
             spare = stored[:, one, :, :held].clone()
             stored[:, one, :, :held] = stored[:, other, :, :held]
             stored[:, other, :, :held] = spare
         contents, far = self.contents, self.far
         contents[one], contents[other] = contents[other], contents[one]
         far[one], far[other] = far[other], far[one]
+
+
+def moved_up(stored: Seq[Tensor], rows: Tensor, to: Tensor, come: Tensor) -> None:
+    """Slots [M] of rows [M] become what other slots are, in all parts of these tensors."""
+    for tensor in stored:
+        tensor[:, rows, :, to] = tensor[:, rows, :, come]
 
 
 class Tenants:
@@ -172,14 +182,18 @@ class Tenants:
         self._cache = cache
         self.sequences = [-1] * cache.rows
 
-    def place(self, sequence: int, row: int) -> None:
+    def place(self, sequence: int, row: int) -> bool:
+        """Whether what the row holds now is of this sequence, and not of another before it."""
         rows = self.sequences
-        if rows[row] != sequence:
-            if sequence in rows:
-                at = rows.index(sequence)
-                self._cache.swap_rows(at, row)
-                rows[at] = rows[row]
-            rows[row] = sequence
+        if rows[row] == sequence:
+            return True
+        known = sequence in rows
+        if known:
+            at = rows.index(sequence)
+            self._cache.swap_rows(at, row)
+            rows[at] = rows[row]
+        rows[row] = sequence
+        return known
 
 
 def rows_from(first: int | Tensor, slots: Tensor) -> Tensor:

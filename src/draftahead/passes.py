@@ -27,6 +27,7 @@ from draftahead.runtime.cpu import MOST_ROWS
 from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.gpu import GpuDecoder
 from draftahead.runtime.linear import SmallRowLinears
+from draftahead.runtime.moves import RecordedMoves
 from draftahead.runtime.padding import Padding
 from draftahead.runtime.shape import Ahead, Binding, Decoder, Place
 from draftahead.support import (
@@ -364,6 +365,7 @@ class CachedModel:
         # What can be recorded pass by pass can be for a prompt.
         if found is not None and self.device.type == "cuda":
             self._fill = RecordedFill(self.model, self._forward, self.cache)
+            self.cache.mover = RecordedMoves(self.cache).run
         if found is not None and self._watched:
             found.watch(self._watched)
         return found

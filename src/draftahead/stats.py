@@ -127,11 +127,12 @@ class Clock:
         """Without what the next step of its kind will not take."""
         return self.spent[stage] - self._set_up.get(stage, 0.0)
 
-    def shift(self, stage: str, to: str, seconds: float) -> None:
-        """So much of what a stage waited for was another's work."""
-        seconds = min(seconds, self.spent[stage])
+    def shift(self, stage: str, to: str, but: float) -> None:
+        """All but so many seconds of a stage were another's."""
+        seconds = max(0.0, self.spent[stage] - but)
         self.spent[stage] -= seconds
         self.spent[to] = self.spent.get(to, 0.0) + seconds
+        self._set_up[to] = self._set_up.get(to, 0.0) + self._set_up.pop(stage, 0.0)
 
     def stop(self) -> None:
         self._stopped = time.perf_counter()

@@ -94,8 +94,9 @@ class Target:
         self._rotate_crossed(batch)
         rows = range(len(batch.sequences))
         if draft.growing is not None:
-            ahead = Ahead(batch.roots, draft.parents)
+            ahead = Ahead(batch.roots, draft.growing.trees)
             logits = self.passes.run(draft.tokens, parents=ahead)
+            draft.growing.clock.mark()
             return Scores(logits, self.passes.best, draft=draft)
         parents = None if draft.is_chain else draft.parents
         if self.one_shape:

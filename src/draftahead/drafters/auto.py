@@ -192,7 +192,7 @@ class Auto(Drafter):
         self.other.learn(batch, verdict, scores)
         kept, texts = sum(len(path) - 1 for path in verdict.paths), len(verdict.paths)
         width = sent.draft.tokens.shape[1]
-        seconds = sent.draft.growing.seconds()
+        seconds = sent.draft.growing.clock.laps()[0]
         self.unseen.note_kept(seconds, sent.others, kept / texts, width, texts)
         self._scored[self.name] += sum(sent.draft.sizes) - texts
         self._kept[self.name] += kept

@@ -70,14 +70,15 @@ class Eagle(Drafter):
         return self.passes.goes_ahead
 
     @torch.inference_mode()
-    @build.one_thread()
     def propose(self, batch: Batch) -> Draft | None:
         able = [len(sequence.tokens) > 1 for sequence in batch.sequences]  # a root and one before
         rooms = [room if can else 0 for room, can in zip(batch.rooms, able, strict=True)]
         if not any(rooms):
             return None
-        if (ahead := self._ahead(batch, able)) is not None:
-            return ahead
+        return self._ahead(batch, able) or self._grown_here(batch, able, rooms)
+
+    @build.one_thread()
+    def _grown_here(self, batch: Batch, able: list[bool], rooms: list[int]) -> Draft | None:
         self.passes.catch_up(batch.sequences, able)
         logits = self.passes.logits[:, 0]
         if self.guided and self.passes.grows(batch, self.grower):

@@ -105,9 +105,12 @@ class HeadPasses:
         have none, and get some nonsense."""
         held, pending = self.cache.contents, []
         for row, sequence in enumerate(sequences):
-            self._tenants.place(sequence.id, row)
+            is_own = self._tenants.place(sequence.id, row)
             tokens = sequence.tokens if able[row] else [0, 0]
-            known = min(self.cache.matched(row, tokens[1:]), len(tokens) - 2)
+            # A text only grows: what is its own needs no second look.
+            same = is_own and able[row]
+            matched = len(held[row]) if same else self.cache.matched(row, tokens[1:])
+            known = min(matched, len(tokens) - 2)
             del held[row][known:]
             if len(tokens) - 1 - known > AT_ONCE:
                 self._read(row, tokens)
@@ -206,7 +209,7 @@ class HeadPasses:
             return None
         for row, tokens in enumerate(pending):
             held[row].extend(tokens)
-        return Draft.ahead(Growing(batch.roots, trees, clock.seconds))
+        return Draft.ahead(Growing(batch.roots, trees, clock))
 
     def grows_ahead(self, batch: Batch, plan: Plan) -> bool:
         """Whether `ahead` may be tried: nothing but the path's length decides what is likely."""

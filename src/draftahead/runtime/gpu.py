@@ -75,7 +75,7 @@ class GpuDecoder:
         count, kernels = texts * nodes, self.layers.kernels
         if inputs.known == "roots":
             layers.launch(
-                kernels.plant, texts, inputs.roots, inputs.tokens, inputs.parents, inputs.depths,
+                kernels.plant, texts, inputs.roots, inputs.trees, inputs.tokens, inputs.depths,
                 inputs.ancestors, s.embed.weight.shape[0], NODES=nodes, BLOCK=power_of_two(nodes),
             )  # fmt: skip
         layers.launch(
@@ -86,7 +86,7 @@ class GpuDecoder:
         )  # fmt: skip
         block = Block(inputs.real, inputs.lengths, inputs.depths, inputs.ancestors, nodes)
         layers.run(block, reach, shown=partial(self._show, count=count))
-        tiles = layers.vocabulary(count)
+        tiles, _ = layers.vocabulary(count)
         layers.launch(
             kernels.pick, count, layers.tops, layers.places, self.best, tiles,
             BLOCK=power_of_two(tiles),

@@ -153,52 +153,109 @@ def _arrival(key, token):
     return tl.where(high < 0.02, near, -tl.log(tl.where(high < 0.02, 0.5, low)))
 
 
-@triton.jit(do_not_specialize=["level", "nodes", "all_nodes", "width", "deepest"])
-def branch(
-    logits, vocabulary, said, likely, aboves, deep, since, higher, chosen, counts, keys, warmth,
-    level, nodes, all_nodes, width, deepest,
-    ROOT: tl.constexpr, POOL: tl.constexpr, CHILDREN: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, SAMPLED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The likeliest tokens after a node of this level, or after the root, join the pool. Where a
-    text is sampled (warmth above 0), likely is what the target would draw from this law."""
+@triton.jit
+def _node(chosen, likely, deep, counts, level, nodes, all_nodes, width, POOL: tl.constexpr,
+          ROOT: tl.constexpr):  # fmt: skip
+    """Which node a program is for: its row of the pass, its places in the block and the pool (-1:
+    the root), its likelihood and its depth."""
     text, which = tl.program_id(0), tl.program_id(1)
     if ROOT:
-        row = text * width + tl.load(counts + text) - 1
-        own, guess, before, depth = -1, -1, 1.0, 0
-    else:
-        row = text * nodes + which
+        return text * width + tl.load(counts + text) - 1, -1, -1, 1.0, 0
+    else:  # noqa: RET505 (two functions to the compiler)
         own = (level - 1) * nodes + which
         guess = tl.load(chosen + text * all_nodes + own)
         before = tl.load(likely + text * POOL + guess)
-        depth = tl.load(deep + text * POOL + guess)
+        return text * nodes + which, own, guess, before, tl.load(deep + text * POOL + guess)
+
+
+@triton.jit
+def _join(said, likely, aboves, deep, since, higher, at, token, chance, own, guess, depth):
+    """A guess enters the pool."""
+    tl.store(said + at, token.to(tl.int64))
+    tl.store(likely + at, tl.where(chance > 0, chance, 0.0))  # not where it is NaN
+    tl.store(aboves + at, own)
+    tl.store(higher + at, guess)
+    tl.store(deep + at, depth + 1)
+    tl.store(since + at, 0)
+
+
+@triton.jit(do_not_specialize=["level", "nodes", "all_nodes", "width", "tiles"])
+def branch(
+    logits, tops, sums, vocabulary, said, likely, aboves, deep, since, higher, chosen, counts,
+    level, nodes, all_nodes, width, tiles,
+    ROOT: tl.constexpr, POOL: tl.constexpr, CHILDREN: tl.constexpr, TOKENS: tl.constexpr,
+    TILES: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The likeliest tokens after a node of this level, or after the root, join the pool. As many
+    tiles of the vocabulary as tokens are looked at: those with the largest logits hold them."""
+    row, own, guess, before, depth = _node(
+        chosen, likely, deep, counts, level, nodes, all_nodes, width, POOL, ROOT
+    )
+    tile = tl.arange(0, TILES)
+    inside = tile < tiles
+    top = tl.load(tops + row * tiles + tile, mask=inside, other=float("-inf"))
+    total = tl.load(sums + row * tiles + tile, mask=inside, other=0.0)
+    most = tl.max(top, 0)
+    total = tl.sum(total * tl.exp(top - most), 0)
+    lane = tl.arange(0, CHILDREN * TILE)
+    place = lane % TILE
+    for rank in tl.static_range(CHILDREN):
+        best = tl.argmax(top, 0)
+        top = tl.where(tile == best, float("-inf"), top)
+        place = tl.where(lane // TILE == rank, best * TILE + place, place)
+    said_of = logits + row.to(tl.int64) * TOKENS + place
+    value = tl.load(said_of, mask=place < TOKENS, other=float("-inf")).to(tl.float32)
+    value = tl.where(value == value, value, float("-inf"))
+    first = tl.program_id(0) * POOL + (own + 1) * CHILDREN
+    for child in tl.static_range(CHILDREN):
+        best, winner = tl.max(value, 0, return_indices=True)
+        token = tl.sum(tl.where(lane == winner, place, 0), 0)
+        value = tl.where(lane == winner, float("-inf"), value)
+        chance = before * tl.minimum(tl.exp(best - most) / total, 1.0)
+        token = tl.minimum(token, TOKENS - 1)
+        if not WHOLE:
+            token = tl.load(vocabulary + token)
+        _join(
+            said, likely, aboves, deep, since, higher, first + child, token, chance, own, guess,
+            depth,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["level", "nodes", "all_nodes", "width", "deepest"])
+def branch_sampled(
+    logits, keys, warmth, vocabulary, said, likely, aboves, deep, since, higher, chosen, counts,
+    level, nodes, all_nodes, width, deepest,
+    ROOT: tl.constexpr, POOL: tl.constexpr, CHILDREN: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The same where some texts are sampled (warmth above 0): there likely is what the target would
+    draw from this law, and any token may be that."""
+    text = tl.program_id(0)
+    row, own, guess, before, depth = _node(
+        chosen, likely, deep, counts, level, nodes, all_nodes, width, POOL, ROOT
+    )
     at = tl.arange(0, BLOCK)
     inside = at < TOKENS
     said_of = logits + row.to(tl.int64) * TOKENS + at
     value = tl.load(said_of, mask=inside, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("-inf"))
-    if SAMPLED:
-        warm = tl.load(warmth + text).to(tl.float32) / SURE
-        value = tl.where(warm > 0, value / tl.where(warm > 0, warm, 1.0), value)
+    warm = tl.load(warmth + text).to(tl.float32) / SURE
+    value = tl.where(warm > 0, value / tl.where(warm > 0, warm, 1.0), value)
     weight = tl.exp(value - tl.max(value, 0))
-    if SAMPLED:
-        token = at if WHOLE else tl.load(vocabulary + at, mask=inside, other=0)
-        key = tl.load(keys + text * deepest + depth)
-        arrival = _arrival(key, token.to(tl.int64))
-        weight = tl.where(warm > 0, weight / arrival, weight)
+    token = at if WHOLE else tl.load(vocabulary + at, mask=inside, other=0)
+    arrival = _arrival(tl.load(keys + text * deepest + depth), token.to(tl.int64))
+    weight = tl.where(warm > 0, weight / arrival, weight)
     weight = weight / tl.sum(weight, 0)
     first = text * POOL + (own + 1) * CHILDREN
     for child in tl.static_range(CHILDREN):
         best, winner = tl.max(weight, 0, return_indices=True)
         weight = tl.where(at == winner, -1.0, weight)
         chance = before * tl.minimum(best, 1.0)
-        token = winner if WHOLE else tl.load(vocabulary + winner)
-        tl.store(said + first + child, token.to(tl.int64))
-        tl.store(likely + first + child, tl.where(chance > 0, chance, 0.0))  # not where it is NaN
-        tl.store(aboves + first + child, own)
-        tl.store(higher + first + child, guess)
-        tl.store(deep + first + child, depth + 1)
-        tl.store(since + first + child, 0)
+        found = winner if WHOLE else tl.load(vocabulary + winner)
+        _join(
+            said, likely, aboves, deep, since, higher, first + child, found, chance, own, guess,
+            depth,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["filled", "size"])

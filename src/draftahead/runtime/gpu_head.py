@@ -170,7 +170,6 @@ class GpuHead:
         layers, kernels, entrance = self.layers, self._growth, self._entrance
         texts, width = growth.tokens.shape
         self._pairs(growth, reach, states)
-        layers.vocabulary(texts * width)
         self._branch(growth, plan, 0)
         below = growth.lengths + growth.counts  # slots before the block
         weight, rows = self._weights(), texts * plan.a_level
@@ -187,7 +186,6 @@ class GpuHead:
             block = Block(growth.real, below, growth.depths, growth.ancestors, plan.a_level, before)
             out = growth.outputs[(level - 1) * rows : level * rows]
             layers.run(block, reach, seen=self._seen, out=out)
-            layers.vocabulary(rows)
             self._branch(growth, plan, level)
         layers.launch(
             kernels.select, texts, growth.said, growth.likely, growth.higher, growth.trees,
@@ -217,17 +215,33 @@ class GpuHead:
         layers.run(block, reach, seen=self._seen, out=growth.roots)
 
     def _branch(self, growth: Growth, plan: Plan, level: int) -> None:
+        """Children for the nodes of a level, or for the roots (level 0)."""
+        layers, kernels, tokens = self.layers, self._growth, self._entrance.tokens
         texts, width = growth.tokens.shape
-        tokens, size = self._entrance.tokens, self._shape.vocabulary
-        self.layers.launch(
-            self._growth.branch, (texts, plan.a_level if level else 1),
-            self.layers.logits, growth.said if tokens is None else tokens,
-            growth.said, growth.likely, growth.aboves, growth.deep, growth.since, growth.higher,
-            growth.chosen, growth.counts, growth.keys, growth.warmth,
-            level, plan.a_level, max(1, plan.nodes), width, plan.deepest,
-            ROOT=level == 0, POOL=growth.pool, CHILDREN=plan.children, TOKENS=size,
-            BLOCK=power_of_two(size), SAMPLED=plan.sampled, WHOLE=tokens is None, num_warps=16,
+        count, size = plan.a_level if level else 1, self._shape.vocabulary
+        tiles, tile = layers.vocabulary(texts * (count if level else width), sums=not plan.sampled)
+        pool = (
+            growth.said if tokens is None else tokens, growth.said, growth.likely, growth.aboves,
+            growth.deep, growth.since, growth.higher, growth.chosen, growth.counts,
+            level, plan.a_level, max(1, plan.nodes), width,
         )  # fmt: skip
+        sizes = {
+            "ROOT": level == 0,
+            "POOL": growth.pool,
+            "CHILDREN": plan.children,
+            "TOKENS": size,
+            "WHOLE": tokens is None,
+        }
+        if plan.sampled:
+            layers.launch(
+                kernels.branch_sampled, (texts, count), layers.logits, growth.keys, growth.warmth,
+                *pool, plan.deepest, BLOCK=power_of_two(size), **sizes, num_warps=16,
+            )  # fmt: skip
+        else:
+            layers.launch(
+                kernels.branch, (texts, count), layers.logits, layers.tops, layers.sums,
+                *pool, tiles, TILES=power_of_two(tiles), TILE=tile, **sizes,
+            )  # fmt: skip
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         entrance = self._entrance

@@ -16,16 +16,17 @@ import triton.language as tl
 
 @triton.jit
 def plant(
-    roots, tokens, parents, depths, ancestors, vocabulary, NODES: tl.constexpr, BLOCK: tl.constexpr
+    roots, trees, tokens, depths, ancestors, vocabulary, NODES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Depths and ancestors of a text's tree that no host has looked at. Whatever stands there, node
-    0 is the root, tokens are in the vocabulary, and parents stand before their children."""
+    """Tokens, depths and ancestors of a text's tree that no host has looked at. Whatever stands
+    there, node 0 is the root, tokens are known ones, and parents stand before their children."""
     text, node = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = node < NODES, text * NODES + node
-    token = tl.load(tokens + at, mask=inside, other=0)
+    tree = trees + text * 2 * NODES + node
+    token = tl.load(tree, mask=inside, other=0)
     token = tl.minimum(tl.maximum(token, 0), vocabulary - 1)
     token = tl.where(node == 0, tl.load(roots + text), token)
-    parent = tl.load(parents + at, mask=inside, other=0)
+    parent = tl.load(tree + NODES, mask=inside, other=0)
     parent = tl.minimum(tl.maximum(parent, 0), node - 1).to(tl.int32)  # the root's is -1
     depth = tl.zeros((BLOCK,), tl.int64)
     seen = tl.full((BLOCK,), 1, tl.int64) << node
@@ -72,10 +73,10 @@ def _inverse_rms(squares, row, inside, IN: tl.constexpr, PARTS: tl.constexpr, ep
 @triton.jit(do_not_specialize=["count", "out0", "out1"])
 def linear(
     x, squares, eps, w0, w1, w2, b0, b1, b2, out0, out1,
-    y, residual, norm, scaled, squares_out, tops, places, count,
+    y, residual, norm, scaled, squares_out, tops, places, sums, count,
     IN: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, SHIFT: tl.constexpr,
     NORMED: tl.constexpr, SEGMENTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    BEST: tl.constexpr,
+    BEST: tl.constexpr, SUMS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """y[r] = w @ x[r] (+ bias) (+ residual[r]); up to three weights side by side.
@@ -83,7 +84,8 @@ def linear(
     A norm is one factor a row and one a column. With `NORMED`, x comes with the columns' factors
     applied, and the row's factor, which needs all of the row, is applied to the result. With a
     residual, y is prepared for the next norm the same way: `scaled`, and the squares of what was
-    written, a partial sum a program. With `BEST`, each program also tells its largest output.
+    written, a partial sum a program. With `BEST`, each program also tells its largest output, and
+    with `SUMS` how much all of its outputs are beside that, as logits.
     """
     pid = tl.program_id(0)
     n = pid * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -132,6 +134,9 @@ def linear(
         top, place = tl.max(wide, 0, return_indices=True)
         tl.store(tops + row * tl.num_programs(0) + pid, top, mask=inside)
         tl.store(places + row * tl.num_programs(0) + pid, pid * BLOCK_N + place, mask=inside)
+        if SUMS:
+            total = tl.sum(tl.exp(wide - top[None, :]), 0)
+            tl.store(sums + row * tl.num_programs(0) + pid, total, mask=inside)
     tl.store(y + at, value, mask=written)
 
 

@@ -61,7 +61,10 @@ class Reach(NamedTuple):
     @staticmethod
     def over(first: int, live: int) -> Reach:
         blocks = 1 if live <= SHORT else 4
-        return Reach(first, power_of_two(-(-live // (blocks * BLOCK))), blocks)
+        needed, splits = -(-live // (blocks * BLOCK)), 1
+        while splits < needed:
+            splits *= 4  # in few steps: each is a recording of its own
+        return Reach(first, splits, blocks)
 
 
 class GpuLayers:
@@ -87,10 +90,11 @@ class GpuLayers:
         self.logits = make(rows, shape.vocabulary)
         tiles = [self._tile(name, 1, shape.hidden, shape.hidden) for name in ("o", "down")]
         self.parts = power_of_two(-(-shape.hidden // min(tile["BLOCK_N"] for tile in tiles)))
-        # The largest logit of each tile of the vocabulary.
+        # Of each tile of the vocabulary: the largest logit, its place, and all of them beside it.
         most = rows, -(-shape.vocabulary // 16)
         self.tops = torch.empty(most, device=self.device)
         self.places = torch.empty(most, dtype=torch.int32, device=self.device)
+        self.sums = torch.empty(most, device=self.device)
         # float16 has little room above: what is scaled for a norm is kept small meanwhile.
         self.shift = 1.0 if self.dtype == torch.bfloat16 else 2.0**-6
         # Programs write their own partial sum; what no program owns stays 0.
@@ -150,11 +154,14 @@ class GpuLayers:
                         add=self.middle, norm=next_norm)  # fmt: skip
             shown(index + 1)
 
-    def vocabulary(self, count: int) -> int:
-        """Logits of so many rows, and the largest of each tile; returns the number of tiles."""
+    def vocabulary(self, count: int, *, sums: bool = False) -> tuple[int, int]:
+        """Logits of so many rows, and the largest of each tile, with `sums` also how much all of a
+        tile are; returns the number of tiles and the size of one."""
         s = self.shape
-        self.linear("head", [s.head], self.scaled, self.logits, count, squares=0, normed=True)
-        return int(-(-s.vocabulary // self._tile("head", count, s.vocabulary, s.hidden)["BLOCK_N"]))
+        self.linear("head", [s.head], self.scaled, self.logits, count, squares=0, normed=True,
+                    sums=sums)  # fmt: skip
+        size = int(self._tile("head", count, s.vocabulary, s.hidden)["BLOCK_N"])
+        return -(-s.vocabulary // size), size
 
     def linear(
         self,
@@ -168,6 +175,7 @@ class GpuLayers:
         normed: bool = False,
         add: Tensor | None = None,
         norm: Tensor | None = None,
+        sums: bool = False,
     ) -> None:
         """With `normed`, `squares` says where the sums of x lie; with something to `add`, where
         those of the next `norm` go."""
@@ -182,10 +190,10 @@ class GpuLayers:
             x, self.squares[squares], self.shape.eps, *three, *biases,
             three[0].shape[0], three[1].shape[0], y, x if add is None else add,
             three[0] if norm is None else norm, self.scaled, self.squares[squares],
-            self.tops, self.places, count,
+            self.tops, self.places, self.sums, count,
             IN=in_, OUT=out, PARTS=self.parts, SHIFT=self.shift, NORMED=normed,
             SEGMENTS=len(weights), BIAS=has_bias, RESIDUAL=add is not None, BEST=name == "head",
-            **tile,
+            SUMS=sums, **tile,
         )  # fmt: skip
 
     def _gated(self, layer: LayerParts, count: int) -> None:

@@ -9,12 +9,14 @@ a pass is some numbers written to memory and one launch.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -24,7 +26,7 @@ from draftahead import tree
 from draftahead.runtime.shape import Ahead
 from draftahead.stats import SetUp
 
-MOST_GRAPHS = 64
+MOST_GRAPHS = 256
 MOST_ALIKE = 8  # recordings of one shape: so many passes of it can be under way
 
 # What the host knows of a pass: all, all but the tokens, or neither the tokens nor the trees.
@@ -55,12 +57,12 @@ class NodeInputs(Inputs):
 
     def __init__(self, texts: int, nodes: int, device: torch.device, known: Known) -> None:
         each = (texts, nodes)
-        shapes = [(1,), (texts,), (texts,), each, each, each, each]
+        shapes = [(1,), (texts,), (texts,), each, each, each, (texts, 2, nodes)]
         super().__init__(shapes, device, {"all": 6, "shape": 5, "roots": 3}[known])
         self.known = known
         self.real, self.lengths, self.roots, *parts = self.parts
-        # Of trees that are under way the pass itself finds depths and ancestors.
-        self.depths, self.ancestors, self.tokens, self.parents = parts
+        # Of trees (tokens and parents) that are under way the pass itself finds the others.
+        self.depths, self.ancestors, self.tokens, self.trees = parts
         chain = [*range(nodes)] * texts + tree.ancestor_bits(range(-1, nodes - 1)) * texts
         self._chain = chain  # depths and ancestors of a draft without branches
 
@@ -70,7 +72,7 @@ class NodeInputs(Inputs):
         start = [real, *lengths]
         if isinstance(parents, Ahead):
             self.words[:] = [*start, *parents.roots]
-            self.parents.copy_(parents.parents)
+            self.trees.copy_(parents.trees[:, :2])
         else:
             shape = self._chain
             if parents is not None:
@@ -78,7 +80,7 @@ class NodeInputs(Inputs):
                 shape += [word for row in parents for word in tree.ancestor_bits(row)]
             said = tokens.flatten().tolist() if self.known == "all" else ()
             self.words[:] = [*start, *[0] * len(lengths), *shape, *said]
-        if self.known != "all":
+        if self.known == "shape":
             self.tokens.copy_(tokens)
 
 
@@ -102,8 +104,8 @@ Body = Callable[[Any], Output]  # given its Inputs
 
 
 class DeviceClock:
-    """How long a device takes for a pass. What the host does before it, such as recording it, does
-    not count."""
+    """How long a device takes for what it is sent one after the other. What the host does before,
+    such as recording it, does not count."""
 
     def __init__(self) -> None:
         self._marks: list[Any] = []
@@ -113,10 +115,11 @@ class DeviceClock:
         self._marks.append(event(enable_timing=True))
         self._marks[-1].record()
 
-    def seconds(self) -> float:
-        """Between the first mark and the last. Waits for it."""
+    def laps(self) -> list[float]:
+        """Seconds from each mark to the next. Waits for the last."""
         self._marks[-1].synchronize()
-        return float(self._marks[0].elapsed_time(self._marks[-1])) / 1e3
+        pairs = itertools.pairwise(self._marks)
+        return [float(one.elapsed_time(other)) / 1e3 for one, other in pairs]
 
 
 class Recording:
@@ -131,17 +134,24 @@ class Recording:
     def is_free(self) -> bool:
         return bool(self.done.query())  # type: ignore[no-untyped-call]
 
-    def run(self, clock: DeviceClock | None = None) -> Output:
-        """The output's memory belongs to the graph: good until its next run."""
+    def set_up(self) -> torch.cuda.CUDAGraph:
+        """What is done meanwhile is done several times, with the inputs as they are."""
         if self._graph is None:
             with SetUp.counted():
                 self._pass()  # compiles kernels and makes workspaces: neither may be recorded
                 self._try_without_waiting()
                 torch.cuda.synchronize()
                 self._graph = self._recorded()
+                self._graph.replay()  # the first takes longer
+                torch.cuda.synchronize()
+        return self._graph
+
+    def run(self, clock: DeviceClock | None = None) -> Output:
+        """The output's memory belongs to the graph: good until its next run."""
+        graph = self.set_up()
         if clock is not None:
             clock.mark()
-        self._graph.replay()
+        graph.replay()
         if clock is not None:
             clock.mark()
         self.done.record()
@@ -182,6 +192,13 @@ class Recording:
         return self._body(self.inputs)
 
 
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """That device, if it is not the one at work already: to ask costs less than to set."""
+    if device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 class Graphs:
     """Recordings by key, the one least lately used dropped for a new one."""
 
@@ -220,12 +237,18 @@ class Graphs:
         make: Callable[[], Any],
         write: Callable[[Any], None],
         clock: DeviceClock | None = None,
+        *,
+        once: bool = False,
     ) -> Output | None:
         """One pass, with Inputs made for it once and written each time; None, and a warning, where
-        passes cannot be recorded or kernels not be run."""
+        passes cannot be recorded or kernels not be run. `once`: it may not be done twice, and is
+        nothing with zeros for inputs."""
         try:
-            with torch.cuda.device(self._device):
+            with _on(self._device):
                 recording = self._free(key, body, make)
+                if once:
+                    recording.inputs.words[:] = 0
+                    recording.set_up()
                 write(recording.inputs)
                 return recording.run(clock)
         except Exception as failure:

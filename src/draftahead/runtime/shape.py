@@ -36,11 +36,11 @@ class Ahead(NamedTuple):
     """Trees that a device is still growing. The host knows their roots alone."""
 
     roots: Seq[int]
-    parents: Tensor  # [B, N], on the device
+    trees: Tensor  # [B, 2 or more, N]: tokens and parents, on the device
 
     def and_idle(self, rows: int) -> Ahead:
         """With so many rows behind them that hold no text."""
-        return Ahead([*self.roots, *[0] * rows], F.pad(self.parents, (0, 0, 0, rows)))
+        return Ahead([*self.roots, *[0] * rows], F.pad(self.trees, (0, 0, 0, 0, 0, rows)))
 
 
 class Scored(NamedTuple):
