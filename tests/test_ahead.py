@@ -168,7 +168,7 @@ def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("spoils", [False, True])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.usefixtures("reads_ahead")
+@pytest.mark.usefixtures("reads_ahead", "generous_policy")
 def test_trees_nobody_has_looked_at_change_no_text(
     target: Any, sampling: Sampling, spoils: bool
 ) -> None:

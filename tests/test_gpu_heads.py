@@ -162,6 +162,7 @@ def test_trees_ahead_keep_the_text(drafter: str) -> None:
         is_greedy(model, prompt, out.token_ids)
 
 
+@pytest.mark.usefixtures("generous_policy")
 @pytest.mark.parametrize("spoils", [False, True])
 def test_trees_nobody_has_looked_at(spoils: bool) -> None:
     """Right ones are accepted, out of the order of slots; spoilt ones cost their guesses alone."""
