@@ -7,17 +7,21 @@ row's length is garbage that no mask lets through, and that the next pass overwr
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
 from draftahead.errors import CacheMemoryError
 from draftahead.sampling import placed
+
+ALIGNED = 64  # bytes, for vectors that are loaded whole
 
 
 class LayerShape(NamedTuple):
@@ -43,15 +47,14 @@ class KVCache:
         self.bytes = per_token * dtype.itemsize * rows * length
         _check_memory(self.bytes, rows, length, device)
 
-        def zeros(count: int, heads: int, width: int) -> Tensor:
-            # Zeros, not garbage: a masked NaN would still poison a sum (0 * NaN).
-            return torch.zeros(count, rows, heads, length, width, dtype=dtype, device=device)
-
         # (heads, width) of keys and values, layer by layer. Those alike are parts of one tensor:
         # what moves in all layers moves at once.
         self._sizes = [size for s in shapes for size in (s[:2], s[2:])]
         counts = Counter(self._sizes)
-        self._stacks = {size: zeros(count, *size) for size, count in counts.items()}
+        self._stacks = {
+            (heads, width): _zeros((count, rows, heads, length, width), dtype, device)
+            for (heads, width), count in counts.items()
+        }
         parts = {size: iter(stack) for size, stack in self._stacks.items()}
         each = [next(parts[size]) for size in self._sizes]
         self.keys, self.values = each[::2], each[1::2]
@@ -75,9 +78,7 @@ class KVCache:
             self.length,
             like.device,
         )
-        # Not `new_zeros`: that would touch memory which no text may ever need.
-        size = (self.rows, 1, self.length, width)
-        self.states = torch.zeros(size, dtype=like.dtype, device=like.device)
+        self.states = _zeros((self.rows, 1, self.length, width), like.dtype, like.device)
         self.contents = [[] for _ in range(self.rows)]  # nothing is known of what they hold
 
     def store(self, states: Tensor, first: int | Tensor, slots: Tensor) -> None:
@@ -166,6 +167,17 @@ class KVCache:
         contents, far = self.contents, self.far
         contents[one], contents[other] = contents[other], contents[one]
         far[one], far[other] = far[other], far[one]
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not garbage: a masked NaN would still poison a sum (0 * NaN). On a CPU they take
+    memory where something is written, and not before: few texts fill their context."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    needed = math.prod(size) * dtype.itemsize
+    block = np.zeros(needed + ALIGNED, np.uint8)
+    start = -block.ctypes.data % ALIGNED
+    return torch.from_numpy(block[start : start + needed]).view(dtype).view(size)
 
 
 def moved_up(stored: Seq[Tensor], rows: Tensor, to: Tensor, come: Tensor) -> None:
