@@ -181,6 +181,9 @@ def test_trees_nobody_has_looked_at_change_no_text(
         outs = llm.generate(PROMPTS, sampling)
         assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
         assert drafter.steps
+        texts = [prompt + out.token_ids for prompt, out in zip(PROMPTS, outs, strict=True)]
+        for held in llm.engine.target.passes.cache.contents:  # what it may be reused for
+            assert any(text[: len(held)] == held for text in texts)
         if isinstance(other, Clairvoyant) and not spoils:
             assert sum(out.stats.accepted for out in outs) > sum(out.stats.steps for out in outs)
 
@@ -192,6 +195,20 @@ def test_where_nothing_reads_ahead_they_are_looked_at(target: Any) -> None:
     outs = llm.generate(PROMPTS, GREEDY)
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
     assert sum(out.stats.accepted for out in outs) > 0
+
+
+@pytest.mark.usefixtures("reads_ahead")
+def test_only_trees_on_the_batchs_roots_are_read_ahead(target: Any) -> None:
+    llm = LLM(target, "none", max_batch=2)
+    for prompt in PROMPTS[:2]:
+        llm.engine.add(llm._request(prompt, GREEDY))
+    llm.engine._admit()
+    batch = llm.engine._batch()
+    for roots, nodes, reads in ((batch.roots, 4, True), ([1, 2], 4, False), (batch.roots, 65, 0)):
+        trees = torch.zeros(2, 3, nodes, dtype=torch.int64)
+        draft = Draft.ahead(Growing(roots, trees, Still()))
+        assert llm.engine.target.reads_ahead(draft, batch) == reads
+    assert not llm.engine.target.reads_ahead(Draft.nothing(batch.roots), batch)
 
 
 def test_a_row_that_is_no_tree_counts_as_its_root() -> None:
@@ -237,10 +254,11 @@ def test_a_prompt_filled_by_a_recording(target: Any, monkeypatch: pytest.MonkeyP
         passes._decoder = None  # its kernels would do it by themselves
         passes._fill = RecordedFill(target, passes._forward, passes.cache) if recorded else None
         passes.watch((1, 2))
+        runs = []
         for row, length in ((0, 5), (1, 37), (2, 39), (0, 60), (1, 88)):
             passes.prefill(row, [(7 * row + 3 * i) % zoo.VOCABULARY for i in range(length)])
-        if passes._fill is not None:
-            assert passes._fill.graphs.runs  # type: ignore[attr-defined]
+            runs.append(len(passes._fill.graphs.runs) if passes._fill else 0)  # type: ignore[attr-defined]
+        assert not recorded or 0 == runs[0] < runs[2] < runs[4]
         both.append(passes.cache)
     for row, held in enumerate(both[0].contents):
         assert held == both[1].contents[row]

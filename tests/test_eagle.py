@@ -128,6 +128,23 @@ def test_nodes_of_a_tree_are_what_the_head_says_along_their_paths(
             assert torch.allclose(found[row, node], expected, atol=1e-4), (row, node)
 
 
+@torch.inference_mode()
+def test_a_row_of_another_text_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its last text left there; and what both begin with is kept."""
+    _, llm, drafter = made(False, monkeypatch, rows=2)
+    cache = drafter.passes.cache
+    for prompt in ([5, 6, 7, 8, 9], [5, 6, 7, 1, 2, 3, 4], [2, 2, 2], [2, 2, 2, 2, 2, 9, 9]):
+        llm.engine.add(llm._request(prompt, GREEDY))
+        llm.engine._admit()
+        drafter.passes.catch_up(llm.engine._batch().sequences, [True])
+        assert cache.contents[0] == prompt[1:]
+        states = cache.keys[0][0, :, : len(prompt) - 1].clone()
+        cache.contents[0].clear()
+        drafter.passes.catch_up(llm.engine._batch().sequences, [True])
+        assert torch.allclose(cache.keys[0][0, :, : len(prompt) - 1], states, atol=1e-5)
+        llm.engine.release(llm.engine.scheduler.running[0])
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_what_was_missed_is_made_up_for(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked at every step, or not for a while: after the same text it says the same."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import zoo
 from draftahead import errors
-from draftahead.parts import Part
+from draftahead.parts import Part, shown
 from draftahead.passes import CachedModel
 from draftahead.runtime.linear import quantize_model
+from draftahead.runtime.shape import is_patched
 from test_runtime import shaped
 
 TEXTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
@@ -204,3 +205,16 @@ def test_a_part_that_cannot_be() -> None:
     for layers in ((), (1, 2), (0, 3), (-1, 0)):
         with pytest.raises(errors.ConfigError, match="starts with layer 0"):
             Part(model, layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "phi3", "qwen3_moe"])
+@torch.no_grad()
+def test_states_are_shown_as_transformers_counts_them(name: str) -> None:
+    """After each layer, and behind the last norm; and the model is left as it was."""
+    model, ids = zoo.tiny(name), torch.tensor([[3, 1, 4, 1, 5]])
+    depths = range(1, model.config.num_hidden_layers + 1)
+    with shown(model, depths) as found:
+        model(ids)
+    assert not any(is_patched(module) for module in model.modules())
+    told = model(ids, output_hidden_states=True).hidden_states
+    assert all(torch.equal(found[depth], told[depth]) for depth in depths)

@@ -369,3 +369,10 @@ def test_what_is_set_up_is_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.spent == {"draft_seconds": 34.0, "verify_seconds": 2.0}
     assert clock.price("verify_seconds") == pytest.approx(2.0)
     assert clock.price("draft_seconds") == pytest.approx(4.0)
+
+
+def test_a_pass_that_took_no_time_tells_nothing() -> None:
+    costs = Costs()
+    for seconds in (0.0, 1.0, -1.0, 0.0):
+        costs.note_pass(4, seconds)
+    assert costs.of(4) == 1.0
