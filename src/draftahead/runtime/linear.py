@@ -15,6 +15,7 @@ from draftahead.errors import ConfigError
 from draftahead.runtime import build
 
 CHUNK = 64  # of weights that one instruction takes; also in kernels/linear.h
+PANEL = 48  # outputs side by side; also there
 MOST_GROUP = 256  # of weights that share a scale
 MOST_ROWS = 24  # beyond so many float32 rows, torch's matrix product is faster
 
@@ -45,8 +46,8 @@ class Int8Linear(nn.Module):
         self.group = group_for(linear.in_features)
         weight, scales = quantized(linear.weight.detach(), self.group)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.register_buffer("weight", weight)
-        self.register_buffer("scales", scales)
+        self.register_buffer("weight", packed(weight, 4))
+        self.register_buffer("scales", packed(scales, 1))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,8 +55,20 @@ class Int8Linear(nn.Module):
 
     def dequantized(self) -> Tensor:
         """[out, in] float32: what the integers stand for."""
-        whole = self.weight.view(self.out_features, -1, self.group).float() - 128
-        return (whole * self.scales[..., None]).view(self.out_features, self.in_features)
+        out, width = self.out_features, self.in_features
+        whole = unpacked(self.weight, out).view(out, -1, self.group).float() - 128
+        return (whole * unpacked(self.scales, out)[..., None]).view(out, width)
+
+    def rows(self, ids: Tensor) -> Int8Linear:
+        """The same for some of the outputs."""
+        part = copy.copy(self)
+        part.out_features = len(ids)
+        part._buffers = {
+            "weight": packed(unpacked(self.weight, self.out_features)[ids], 4),
+            "scales": packed(unpacked(self.scales, self.out_features)[ids], 1),
+            "bias": None if self.bias is None else self.bias[ids],
+        }
+        return part
 
 
 def group_for(width: int) -> int:
@@ -70,6 +83,19 @@ def quantized(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scales = groups.abs().amax(-1) / 127
     whole = (groups / scales.clamp(min=1e-30)[..., None]).round().clamp(-127, 127)
     return (whole + 128).to(torch.uint8).view(out, width), scales
+
+
+def packed(matrix: Tensor, together: int) -> Tensor:
+    """[out, in] -> [panels, in / together, PANEL, together]: some rows side by side, as the kernels
+    read them, a few columns of each at a time. Zeros where the last panel has no row."""
+    out, width = matrix.shape
+    padded = F.pad(matrix, (0, 0, 0, -out % PANEL))
+    return padded.view(-1, PANEL, width // together, together).transpose(1, 2).contiguous()
+
+
+def unpacked(panels: Tensor, out: int) -> Tensor:
+    """What was packed, [out, in]."""
+    return panels.transpose(1, 2).reshape(len(panels) * PANEL, -1)[:out]
 
 
 def quantize_model(model: Any) -> None:
@@ -125,7 +151,7 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
     groups = layer.in_features // layer.group if weights.scales else 0
     q = torch.empty(rows * layer.in_features if groups else 0, dtype=torch.int8)
     scales = torch.empty(rows * groups)
-    start = torch.empty(rows * groups * 16, dtype=torch.int32)
+    start = torch.empty(rows * groups, dtype=torch.int32)
     library.draftahead_linear(
         ctypes.byref(weights),
         x.data_ptr(),
@@ -141,13 +167,12 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
 
 def rows_of(layer: Any, ids: Tensor) -> Any:
     """A layer that computes some of the outputs of another, from a copy of their weights."""
+    if type(layer) is Int8Linear:
+        return layer.rows(ids)
     part = copy.copy(layer)
     part._parameters = {
         name: None if held is None else nn.Parameter(held.detach()[ids], requires_grad=False)
         for name, held in layer._parameters.items()
-    }
-    part._buffers = {
-        name: None if held is None else held[ids] for name, held in layer._buffers.items()
     }
     part.out_features = len(ids)
     return part

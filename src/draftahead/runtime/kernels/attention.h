@@ -41,6 +41,13 @@ int64_t ancestors(const Queries& a, int64_t t, int64_t* slots) {
   return found;
 }
 
+// How many slots from the first on lie side by side: a chain's all do.
+int64_t in_a_row(const int64_t* slots, int64_t count) {
+  int64_t found = 1;
+  while (found < count && slots[found] == slots[0] + found) found++;
+  return found;
+}
+
 void score(const float* query, const float* key, int64_t keys, int64_t d, float* scores) {
   int64_t j = 0;
   for (; j + 8 <= keys; j += 8, key += 8 * d) {
@@ -70,12 +77,9 @@ float weigh(float* scores, int64_t count, float scaling) {
     best = s > best ? s : best;
   }
   float most = biggest(best);
-  for (int64_t j = 0; j < padded; j += 16) {
-    f16 e = exp16(load(scores + j) - most);
-    for (int64_t i = count - j; i < 16; i++) e[i] = 0;  // behind the last key
-    store(scores + j, e);
-    total += e;
-  }
+  for (int64_t j = 0; j < padded; j += 16) store(scores + j, exp16(load(scores + j) - most));
+  for (int64_t j = count; j < padded; j++) scores[j] = 0;
+  for (int64_t j = 0; j < padded; j += 16) total += load(scores + j);
   return 1.0f / sum(total);
 }
 
@@ -137,8 +141,10 @@ void attend(const Queries& a) {
   for (int64_t u = 0; u < a.count; u++) {
     float* mine = a.scores + u * room;
     const int64_t extra = ancestors(a, a.node(u), slots);
-    for (int64_t j = 0; j < extra; j++)
-      score(a.q + a.place(u), keys + slots[j] * d, 1, d, mine + past + j);
+    for (int64_t j = 0, some; j < extra; j += some) {
+      some = in_a_row(slots + j, extra - j);
+      score(a.q + a.place(u), keys + slots[j] * d, some, d, mine + past + j);
+    }
     inverse[u] = weigh(mine, past + extra, a.l.scaling);
     std::memset(a.out + a.place(u), 0, d * sizeof(float));
   }
@@ -162,9 +168,10 @@ void attend(const Queries& a) {
   for (int64_t u = 0; u < a.count; u++) {
     float* out = a.out + a.place(u);
     const int64_t extra = ancestors(a, a.node(u), slots);
-    for (int64_t j = 0; j < extra; j++) {
+    for (int64_t j = 0, some; j < extra; j += some) {
+      some = in_a_row(slots + j, extra - j);
       const float* weight = a.scores + u * room + past + j;
-      mix_all<1>(&weight, values + slots[j] * d, 1, d, &out);
+      mix_all<1>(&weight, values + slots[j] * d, some, d, &out);
     }
     for (int64_t i = 0; i < d; i += 16) store(out + i, load(out + i) * inverse[u]);
   }

@@ -108,8 +108,7 @@ int64_t widest_input(const Model& m) {
 int64_t private_size(const Model& m, int64_t count) {
   int64_t widest = widest_input(m);
   int64_t norm = rounded(count * m.hidden);
-  int64_t quantized = rounded(count * widest / 4) + rounded(count * widest / CHUNK) +
-                      rounded(count * widest / 4);
+  int64_t quantized = rounded(count * widest / 4) + 2 * rounded(count * widest / CHUNK);
   return norm + quantized + MOST_QUERIES * rounded(m.length + 64) + 64;
 }
 
@@ -130,7 +129,7 @@ struct Private {
     scales = at;
     at += rounded(count * widest / CHUNK);
     start = reinterpret_cast<int32_t*>(at);
-    at += rounded(count * widest / 4);
+    at += rounded(count * widest / CHUNK);
     scores = at;
   }
 
@@ -139,14 +138,14 @@ struct Private {
     if (w.scales)
       for (int64_t r = 0; r < count; r++)
         quantize_row(x + r * w.in, w.in, w.group, q + r * w.in, scales + r * (w.in / w.group),
-                     start + r * (w.in / w.group) * 16);
+                     start + r * (w.in / w.group));
     return rows;
   }
 };
 
 void linear_shared(const Weights& w, const Rows& rows, int64_t count, float* y, Then then) {
   int64_t from, to;
-  share(w.out, 24, from, to);
+  share(w.out, w.scales ? PANEL : 24, from, to);
   if (from < to) linear_part(w, rows, count, y, w.out, from, to, then);
 }
 

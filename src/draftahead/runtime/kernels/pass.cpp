@@ -301,7 +301,7 @@ void draftahead_linear(const Weights* w, const float* x, int64_t count, float* y
 #pragma omp for
       for (int64_t r = 0; r < count; r++)
         quantize_row(x + r * w->in, w->in, w->group, q + r * w->in, scales + r * (w->in / w->group),
-                     start + r * (w->in / w->group) * 16);
+                     start + r * (w->in / w->group));
     }
     linear_shared(*w, rows, count, y, Then::Store);
   }
