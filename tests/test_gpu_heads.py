@@ -152,10 +152,11 @@ def test_texts_are_those_of_plain_decoding(drafter: str, sampling: Sampling) -> 
 
 @pytest.mark.usefixtures("generous_policy")
 @pytest.mark.parametrize("drafter", ["eagle", "eagle_guided", "eagle_tree", "auto_eagle"])
-def test_trees_ahead_keep_the_text(drafter: str) -> None:
+@pytest.mark.parametrize("batch", [1, 4, 12])
+def test_trees_ahead_keep_the_text(drafter: str, batch: int) -> None:
     model = shaped("llama", torch.bfloat16)
-    prompts = [*PROMPTS, [7], [5, 6]]
-    llm = LLM(model, ALL[drafter](model), max_batch=4)
+    prompts = [*PROMPTS, [7], [5, 6], *([3, 1 + i] * 4 for i in range(batch))]
+    llm = LLM(model, ALL[drafter](model), max_batch=batch)
     outs = llm.generate(prompts, GREEDY)
     assert sum(out.stats.drafted for out in outs) > 50
     for prompt, out in zip(prompts, outs, strict=True):

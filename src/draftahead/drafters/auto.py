@@ -122,10 +122,10 @@ class Auto(Drafter):
 
     def _sent_ahead(self, batch: Batch) -> Draft | None:
         """Trees that a device grows from now on, if that pays."""
-        plain = not any(sequence.has_processors for sequence in batch.sequences)
-        if self.unseen is None or self.other is None or not self.guided or not plain:
+        head: Any = self.other
+        if self.unseen is None or not self.guided or not head.goes_ahead(batch):
             return None
-        draft = self._ask(self.name, self.other, batch) if self.unseen.is_sent(batch) else None
+        draft = self._ask(self.name, head, batch) if self.unseen.is_sent(batch) else None
         return draft if draft is not None and draft.growing is not None else None
 
     def _ask(self, name: str, drafter: Drafter, batch: Batch) -> Draft | None:

@@ -94,22 +94,28 @@ class Eagle(Drafter):
         draw_chain(batch, min(self.count, max(rooms)), logits, None, self._feed, going)
         return None  # the dice hold the draft
 
+    def goes_ahead(self, batch: Batch) -> bool:
+        """Whether a device can grow this batch's trees without being waited for."""
+        plan = self._plan(batch)
+        return plan is not None and self.passes.grows_ahead(batch, plan)
+
     def _ahead(self, batch: Batch, able: list[bool]) -> Draft | None:
         """On a GPU, where waiting for every level would cost more than the level."""
-        greedy = all(sequence.sampling.greedy for sequence in batch.sequences)
-        texts = len(batch.sequences)
-        if self.guided or self.tree is not None:
-            size = self._size(batch) if self.tree is None else 1 + self.tree
-            a_level = max(1, min(CHILDREN, ABREAST // texts))
-            plan = Plan(min(self.count, AHEAD), a_level, CHILDREN, size, not greedy)
-        elif greedy:
-            plan = Plan(self.count, 1, 1, 1 + self.count, False)
-        else:
-            return None  # what is drawn needs its law
-        if plan.guesses < plan.size - 1 or not self.passes.grows_ahead(batch, plan):
+        plan = self._plan(batch)
+        if plan is None or not self.passes.grows_ahead(batch, plan):
             return None
         self._grown = self.passes.ahead(batch, able, plan)
         return self._grown
+
+    def _plan(self, batch: Batch) -> Plan | None:
+        greedy = all(sequence.sampling.greedy for sequence in batch.sequences)
+        if self.guided or self.tree is not None:
+            size = self._size(batch) if self.tree is None else 1 + self.tree
+            a_level = max(1, min(CHILDREN, ABREAST // len(batch.sequences)))
+            plan = Plan(min(self.count, AHEAD), a_level, CHILDREN, size, not greedy)
+            return plan if plan.guesses >= size - 1 else None
+        # What is drawn needs its law.
+        return Plan(self.count, 1, 1, 1 + self.count, False) if greedy else None
 
     def _size(self, batch: Batch) -> int:
         """Nodes of a text that usually make the most of the target's pass."""

@@ -85,7 +85,7 @@ class HeadPasses:
 
     def catch_up(self, sequences: tuple[Sequence, ...], able: list[bool]) -> None:
         """Feeds every row the pairs that it lacks, its last one at least: the root of a tree."""
-        held, pending = self.cache.contents, self._lacking(sequences, able)
+        held, pending = self.cache.contents, self._lacking(sequences, able, AT_ONCE)
         width, count = max(map(len, pending)), len(pending)
         block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending])
         outputs, logits = self._pairs(0, block, [len(row) for row in held[:count]])
@@ -100,9 +100,11 @@ class HeadPasses:
             self._outputs, self.logits = outputs[rows, last], logits[rows, last]
         self._tokens, self._above = [[-1]] * count, [[-1]] * count
 
-    def _lacking(self, sequences: tuple[Sequence, ...], able: list[bool]) -> list[list[int]]:
-        """The pairs' tokens that every row lacks, few and its last at least. Rows that are not able
-        have none, and get some nonsense."""
+    def _lacking(
+        self, sequences: tuple[Sequence, ...], able: list[bool], at_once: int
+    ) -> list[list[int]]:
+        """The pairs' tokens that every row lacks, so many at most and its last at least. Rows that
+        are not able have none, and get some nonsense."""
         held, pending = self.cache.contents, []
         for row, sequence in enumerate(sequences):
             is_own = self._tenants.place(sequence.id, row)
@@ -112,7 +114,7 @@ class HeadPasses:
             matched = len(held[row]) if same else self.cache.matched(row, tokens[1:])
             known = min(matched, len(tokens) - 2)
             del held[row][known:]
-            if len(tokens) - 1 - known > AT_ONCE:
+            if len(tokens) - 1 - known > at_once:
                 self._read(row, tokens)
             pending.append(tokens[1 + len(held[row]) :])
         return pending
@@ -186,7 +188,8 @@ class HeadPasses:
         go. None where it cannot; then nothing has been fed."""
         gpu, texts = self._gpu, len(batch.sequences)
         assert gpu is not None and self.target.cache.states is not None
-        held, pending = self.cache.contents, self._lacking(batch.sequences, able)
+        most = min(AT_ONCE, gpu.most_pairs(texts))
+        held, pending = self.cache.contents, self._lacking(batch.sequences, able, most)
         keys, warmth = [], []
         if plan.sampled:
             for sequence in batch.sequences:
@@ -215,7 +218,7 @@ class HeadPasses:
         """Whether `ahead` may be tried: nothing but the path's length decides what is likely."""
         if self._gpu is None or any(s.has_processors for s in batch.sequences):
             return False
-        return self._gpu.takes(len(batch.sequences), AT_ONCE, plan)
+        return self._gpu.takes(len(batch.sequences), plan)
 
     def grown(self, batch: Batch, grower: Grower, rooms: list[int]) -> Draft | None:
         """What `grower` would grow, in one call of our kernels; for greedy texts without

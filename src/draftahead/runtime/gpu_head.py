@@ -122,9 +122,13 @@ class GpuHead:
         self._features = layers.empty(MOST_ROWS, shape.hidden)
         self.graphs = Graphs(layers.device, "the head")
 
-    def takes(self, texts: int, pairs: int, plan: Plan) -> bool:
-        rows = texts * max(_width(pairs), plan.a_level)
+    def takes(self, texts: int, plan: Plan) -> bool:
+        rows = texts * max(LEAST_PAIRS, plan.a_level)
         return self.graphs.works and rows <= MOST_ROWS and plan.nodes <= 64
+
+    def most_pairs(self, texts: int) -> int:
+        """Of each text, in one go."""
+        return max(LEAST_PAIRS, power_of_two(MOST_ROWS // texts + 1) // 2)
 
     def grow(
         self,
