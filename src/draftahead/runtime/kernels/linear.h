@@ -209,6 +209,11 @@ inline __attribute__((always_inline)) void panel(const Weights& w, const Rows& r
   const int64_t in = w.in, groups = in / w.group;
   const uint8_t* data = static_cast<const uint8_t*>(w.data) + n0 * in;
   const float* scales = w.scales + n0 * groups;
+  // Another core may have used these results last, and giving them up takes a while.
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int i = 0; i < NB; i++) __builtin_prefetch(y + r * stride + n0 + 16 * i, 1, 3);
   f16 acc[NB][R];
 #pragma GCC unroll 8
   for (int i = 0; i < NB; i++)
