@@ -203,3 +203,20 @@ def test_trees_nobody_sees_are_sent_where_most_of_them_turned_out_well() -> None
     four = Batch((None,) * 4, (9,) * 4, None, "law", Price())  # type: ignore[arg-type]
     usual = Promise(4 * 1.2 / 1.12, 0.2, 3)
     assert unseen.wins(four, usual, 16) and not unseen.wins(four, usual, 40)
+
+
+def test_what_it_makes_up_for_after_a_pause_is_no_price() -> None:
+    """Else it would seem dear because it is asked rarely, and be asked rarely for being dear."""
+    costly, nothing, some = Costly(), Promise(1.0, 0.0, 1), Promise(2.0, 1.0, 4)
+    for _ in range(TRIES + 2):
+        costly.note(0.3, nothing, some)
+    dear = batch_of_one(Price())
+    assert costly.seconds == pytest.approx(0.3)
+    rich = Promise(50.0, 1.9, 4)
+    for _ in range(TRIES):
+        costly.note(0.3, rich, rich)
+    assert not costly.pays(dear, rich)
+    costly.note(9.0, nothing, some)
+    assert costly.seconds == pytest.approx(0.3)
+    costly.note(9.0, nothing, some)  # asked at once again, and still slow
+    assert costly.seconds > 0.31

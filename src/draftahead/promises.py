@@ -68,6 +68,7 @@ class Costly:
 
     asked: int = 0
     seconds: float = 0.0  # a step
+    passed_over: bool = False  # since it was last asked
     situations: defaultdict[int, Situation] = field(default_factory=lambda: defaultdict(Situation))
 
     def pays(self, batch: Batch, others: Promise) -> bool:
@@ -80,7 +81,10 @@ class Costly:
         if texts * (1 + others.gain + now.more) / seconds > others.rate:
             now.patience.reset()
             return True
-        return now.patience.is_over()
+        if now.patience.is_over():
+            return True
+        self.passed_over = True
+        return False
 
     def note(self, seconds: float, others: Promise, together: Promise, texts: int = 1) -> None:
         self._note_time(seconds)
@@ -89,9 +93,10 @@ class Costly:
 
     def _note_time(self, seconds: float) -> None:
         # The first time, and after a while without it, it has much to read: no price of a step.
-        usual = min(seconds, 2 * self.seconds) if self.asked > 1 else seconds
+        most = self.seconds if self.passed_over else 2 * self.seconds
+        usual = min(seconds, most) if self.asked > 1 else seconds
         self.seconds += (1.0 if self.asked <= 1 else RECENT) * (usual - self.seconds)
-        self.asked += 1
+        self.asked, self.passed_over = self.asked + 1, False
 
     def reasons(self) -> str:
         found = [
