@@ -376,3 +376,15 @@ def test_a_pass_that_took_no_time_tells_nothing() -> None:
     for seconds in (0.0, 1.0, -1.0, 0.0):
         costs.note_pass(4, seconds)
     assert costs.of(4) == 1.0
+
+
+def test_what_a_drafter_makes_up_for_is_no_price() -> None:
+    """Else one that is asked rarely would seem too dear to be asked."""
+    policy = seasoned(FLAT)
+    for _ in range(10):
+        policy.note(1, 4, 2, Spent(0.5, 1.0), [], asked=True)
+    policy.note(1, 1, 1, Spent(0.0, 1.0), [], asked=False)
+    policy.note(1, 4, 2, Spent(20.0, 1.0), [], asked=True)
+    assert policy.costs.drafting == pytest.approx(0.5)
+    policy.note(1, 4, 2, Spent(20.0, 1.0), [], asked=True)
+    assert policy.costs.drafting > 0.6

@@ -97,14 +97,14 @@ class Costs:
         self._pace *= surprise**PACE
         self._shape[rows] *= surprise**WIDTH
 
-    def note_drafting(self, seconds: float) -> float:
-        """Returns the usual price of it: a drafter that reads a prompt for the first time, or makes
-        up for a pause, takes longer."""
+    def note_drafting(self, seconds: float, *, rested: bool = False) -> float:
+        """Returns the usual price of it: a drafter that reads a prompt for the first time, or has
+        `rested` and makes up for it, takes longer."""
         self._drafts += 1
         if self._drafts <= WARM_UP:
             self.drafting = min(seconds, self.drafting or seconds)
         else:
-            usual = min(seconds, 3 * self.drafting)
+            usual = min(seconds, self.drafting if rested else 3 * self.drafting)
             self.drafting = 0.8 * self.drafting + 0.2 * usual
         return self.drafting
 
@@ -186,6 +186,7 @@ class Policy:
     tally: Tally = field(default_factory=Tally)
     usual: Usual = field(default_factory=Usual)  # worth of a text's best nodes
     idle: int = 0  # steps since the drafter was last asked
+    rested: bool = False  # it was not asked at the last step
 
     def asks(self, texts: int) -> bool:
         """Whether to ask the drafter at all: not while the guard has it paused, nor where even its
@@ -241,7 +242,10 @@ class Policy:
         """A step: its time, its tokens, and of every drafted node whether it was kept. `asked`: the
         drafter was, and its time counts, also where none of its guesses was taken."""
         self.costs.note_pass(texts * width, spent.passing)
-        drafting = self.costs.note_drafting(spent.drafting) if asked else 0.0
+        drafting = 0.0
+        if asked:
+            drafting = self.costs.note_drafting(spent.drafting, rested=self.rested)
+        self.rested = not asked
         for claim, came_true in claims:
             self.calibration.note(claim, came_true)
         # By the usual times: what else the machine did meanwhile is no fault of the drafter's.
