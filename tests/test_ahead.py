@@ -15,9 +15,11 @@ from draftahead.drafts import SURE, Growing
 from draftahead.passes import CachedModel
 from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.graphs import NodeInputs
+from draftahead.runtime.padding import Padding
 from draftahead.runtime.shape import Ahead
 from draftahead.types import Batch, Draft
 from drafted import ALL, Clairvoyant
+from test_eagle import wide
 
 PROMPTS = zoo.ragged_prompts(4)
 GREEDY = Sampling(temperature=0, max_tokens=24)
@@ -267,3 +269,24 @@ def test_a_prompt_filled_by_a_recording(target: Any, monkeypatch: pytest.MonkeyP
             part = (slice(None), row, slice(None), slice(len(held)))
             assert torch.allclose(eager[part], filled[part], atol=1e-6)
             assert eager[part].abs().sum() > 0
+
+
+def test_padding_that_a_pass_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded up where the decoder takes it, as it is where it takes only that."""
+    passes = CachedModel(wide(), max_batch=1, max_context=90, spare=64)
+    decoder = passes._decoder
+    if decoder is None:
+        pytest.skip("no compiler")
+    monkeypatch.setattr(Padding, "of", lambda *_, **__: Padding(0, 3))
+    for most in (8, 6, 4):
+        seen: list[int] = []
+        monkeypatch.setattr(decoder, "takes", lambda _, nodes, __, most=most: nodes <= most)
+        run = type(decoder).run
+
+        def noted(tokens: Any, *args: Any, seen: Any = seen, run: Any = run, **options: Any) -> Any:
+            seen.append(tokens.shape[1])
+            return run(decoder, tokens, *args, **options)
+
+        monkeypatch.setattr(decoder, "run", noted)
+        assert passes.run(torch.tensor([[1, 2, 3, 4, 5]])).shape[1] == 5
+        assert seen == {8: [8], 6: [5], 4: []}[most]

@@ -280,15 +280,19 @@ def test_a_step_reads_back_once(warm: bool) -> None:
     sampling = Sampling(temperature=0.8 if warm else 0, max_tokens=40, seed=1, ignore_eos=True)
     llm = LLM(model, ALL["draft_model_self"](model), max_batch=2)
     prompts = [[1, 2, 3], [4, 5, 6]]
+    reads_back_once(llm, prompts, sampling)
+
+
+def reads_back_once(llm: LLM, prompts: list[list[int]], sampling: Sampling) -> None:
     llm.generate(prompts, sampling)  # captures the graphs
-    with warnings.catch_warnings(record=True) as waits:
+    with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             outs = llm.generate(prompts, sampling)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in waits if "synchronizing" in str(w.message)]
+    waits = [w for w in said if "synchronizing" in str(w.message)]
     steps = max(out.stats.steps for out in outs)
     where = {f"{w.filename}:{w.lineno}" for w in waits}
     assert steps <= len(waits) <= steps + 8, (len(waits), steps, where)  # prompts wait, too

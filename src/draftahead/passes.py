@@ -201,7 +201,9 @@ class CachedModel:
         texts, nodes = tokens.shape
         more = Padding.of(self.cache, place.first, held, nodes, fixed=isinstance(parents, Ahead))
         decoder = self._decoder if part is None else part.decoder(self._decoder)
-        if decoder is None or not decoder.takes(texts + more.texts, nodes + more.nodes, scored):
+        if decoder is not None and not decoder.takes(*more.size(texts, nodes), scored):
+            more = Padding()  # without, it may still be few enough
+        if decoder is None or not decoder.takes(*more.size(texts, nodes), scored):
             return None
         idle = self.cache.contents[place.first + texts :][: more.texts]
         found = decoder.run(

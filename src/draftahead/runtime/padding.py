@@ -40,6 +40,9 @@ class Padding(NamedTuple):
         fits = all(len(row) + nodes + more <= cache.length for row in idle)
         return Padding(extra if len(idle) == extra and fits else 0, more)
 
+    def size(self, texts: int, nodes: int) -> tuple[int, int]:
+        return texts + self.texts, nodes + self.nodes
+
     def tokens(self, tokens: Tensor) -> Tensor:
         return F.pad(tokens, (0, self.nodes, 0, self.texts)) if any(self) else tokens
 
