@@ -365,10 +365,29 @@ def test_what_is_set_up_is_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.lap("verify_seconds")
     assert clock.spent == {"draft_seconds": 1.0, "verify_seconds": 35.0}
     assert clock.price("verify_seconds") == pytest.approx(5.0)
+    # A device's clock may have run while something was recorded: it does not tell for whom.
+    clock.shift("verify_seconds", "draft_seconds", but=34.0)
+    assert clock.price("verify_seconds") == pytest.approx(5.0)
+    assert clock.price("draft_seconds") == pytest.approx(1.0)
+    clock = stats.Clock()
+    with stats.SetUp.counted():
+        now[0] += 30.0
+    now[0] += 1.0
+    clock.lap("draft_seconds")
+    now[0] += 5.0
+    clock.lap("verify_seconds")
     clock.shift("verify_seconds", "draft_seconds", but=2.0)
     assert clock.spent == {"draft_seconds": 34.0, "verify_seconds": 2.0}
     assert clock.price("verify_seconds") == pytest.approx(2.0)
     assert clock.price("draft_seconds") == pytest.approx(4.0)
+
+
+def test_fewer_rows_are_not_thought_dearer_for_one_bad_moment() -> None:
+    """A first pass of some width may meet anything; one look at it must not rule it out."""
+    costs = Costs()
+    for rows, seconds in ((1, 1.0), (8, 1.2), (2, 50.0), (16, 1.4)):
+        costs.note_pass(rows, seconds)
+    assert [costs.of(rows) for rows in (1, 2, 8, 16)] == [1.0, 1.2, 1.2, 1.4]
 
 
 def test_a_pass_that_took_no_time_tells_nothing() -> None:

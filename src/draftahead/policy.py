@@ -91,7 +91,9 @@ class Costs:
         self._seen[rows] = self._seen.get(rows, 0) + 1
         if self._seen[rows] <= WARM_UP:
             bare = max(0.1 * seconds, seconds - self._pace * self._attending(rows))
-            self._shape[rows] = min(self._shape.get(rows, math.inf), bare / self._pace)
+            # Fewer rows take no longer, unless something else happened meanwhile.
+            known = [seconds for n, seconds in self._shape.items() if n >= rows]
+            self._shape[rows] = min(bare / self._pace, *known, math.inf)
             return
         surprise = min(4.0, max(0.25, seconds / self.of(rows)))
         self._pace *= surprise**PACE

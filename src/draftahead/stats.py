@@ -128,11 +128,13 @@ class Clock:
         return self.spent[stage] - self._set_up.get(stage, 0.0)
 
     def shift(self, stage: str, to: str, but: float) -> None:
-        """All but so many seconds of a stage were another's."""
+        """All but so many seconds of a stage were another's. Where compiling or recording is part of
+        the stage, nobody knows of which of them."""
+        if self._set_up.get(stage, 0.0) > 0:
+            return
         seconds = max(0.0, self.spent[stage] - but)
         self.spent[stage] -= seconds
         self.spent[to] = self.spent.get(to, 0.0) + seconds
-        self._set_up[to] = self._set_up.get(to, 0.0) + self._set_up.pop(stage, 0.0)
 
     def stop(self) -> None:
         self._stopped = time.perf_counter()
