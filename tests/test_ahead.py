@@ -12,6 +12,9 @@ import zoo
 from draftahead import LLM, Sampling
 from draftahead.drafters import Drafter
 from draftahead.drafts import SURE, Growing
+from draftahead.heads.eagle import new_head
+from draftahead.heads.eagle_passes import HeadPasses
+from draftahead.kvcache import KVCache, LayerShape
 from draftahead.passes import CachedModel
 from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.graphs import NodeInputs
@@ -254,7 +257,7 @@ def test_a_prompt_filled_by_a_recording(target: Any, monkeypatch: pytest.MonkeyP
     for recorded in (False, True):
         passes = CachedModel(target, max_batch=3, max_context=90, spare=64)
         passes._decoder = None  # its kernels would do it by themselves
-        passes._fill = RecordedFill(target, passes._forward, passes.cache) if recorded else None
+        passes._fill = RecordedFill("it", passes._forward, passes.cache) if recorded else None
         passes.watch((1, 2))
         runs = []
         for row, length in ((0, 5), (1, 37), (2, 39), (0, 60), (1, 88)):
@@ -269,6 +272,71 @@ def test_a_prompt_filled_by_a_recording(target: Any, monkeypatch: pytest.MonkeyP
             part = (slice(None), row, slice(None), slice(len(held)))
             assert torch.allclose(eager[part], filled[part], atol=1e-6)
             assert eager[part].abs().sum() > 0
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@torch.inference_mode()
+def test_pairs_filled_by_a_recording(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a head that reads a prompt's pairs; also when the states move elsewhere."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr("draftahead.runtime.forward.Graphs", AtOnce)
+    monkeypatch.setattr("draftahead.runtime.forward.FEWEST", 4)
+    monkeypatch.setattr("draftahead.heads.eagle_passes.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("draftahead.runtime.build.library", lambda: None)
+    model = wide()
+    head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 3), layers=layers)
+    both = []
+    for recorded in (False, True):
+        target = CachedModel(model, max_batch=2, max_context=90, spare=64)
+        target.watch((1, 3))
+        passes = HeadPasses(head, target, 2, 8)
+        fill = RecordedFill("it", passes._fill_pass, passes.cache) if recorded else None
+        passes._fill = fill
+        for turn, (row, length) in enumerate(((0, 21), (1, 40), (0, 77))):
+            tokens = [(7 * row + 3 * i) % zoo.VOCABULARY for i in range(length)]
+            target.prefill(row, tokens)
+            passes._read(row, tokens)
+            assert len(passes.cache.contents[row]) == length - 2
+            if fill is not None:
+                runs: Any = fill.graphs
+                assert len(runs.runs) == (0, 2, 6)[turn]  # a size is run as it is at first
+        both.append(passes.cache)
+        target.watch((1, 2, 3))
+        target.prefill(0, tokens)
+        passes.cache.contents[0].clear()
+        passes._read(0, tokens)
+        assert not recorded or len(runs.runs) == 5  # of those before, none is good any more
+    for row, held in enumerate(both[0].contents):
+        assert held == both[1].contents[row]
+        for eager, filled in zip(both[0].stored(), both[1].stored(), strict=True):
+            part = (slice(None), row, slice(None), slice(len(held)))
+            assert torch.allclose(eager[part], filled[part], atol=1e-5)
+
+
+def test_what_is_kept_moves_when_somebody_looks() -> None:
+    """Where that has a quicker way: until then it is known where it lies, and nobody else sees."""
+    shapes, here = [LayerShape(1, 2, 1, 2)] * 2, torch.device("cpu")
+    caches = [KVCache(shapes, 2, 16, torch.float32, here) for _ in range(2)]
+    moves: list[Any] = []
+    caches[1].mover = lambda slots: bool(moves.append(slots))
+    for cache in caches:
+        for number, stored in enumerate(cache.stored()):
+            stored.copy_(torch.arange(stored.numel()).view(stored.shape) + 1000 * number)
+        cache.contents = [[1, 2, 3], [4]]
+        cache.keep([[0, 2, 5], [0, 1]], [[5, 6, 7], [8, 9]])
+    assert not moves
+    lazy = caches[1]
+    assert [lazy.slot_of(0, slot) for slot in range(7)] == [0, 1, 2, 3, 5, 8, 6]
+    assert [lazy.slot_of(1, slot) for slot in range(4)] == [0, 1, 2, 3]
+    assert [caches[0].slot_of(0, slot) for slot in range(7)] == list(range(7))
+    lazy.keep([[0, 3], [0, 2]], [[5, 6], [8, 9]])  # the first are moved before the next are known
+    assert moves == [[(0, 4, 5), (0, 5, 8)]]
+    caches[0].keep([[0, 3], [0, 2]], [[5, 6], [8, 9]])
+    for one, other in zip(caches[0].stored(), lazy.stored(), strict=True):
+        assert torch.equal(one, other)
+    assert moves[1:] == [[(0, 7, 9), (1, 4, 5)]]
+    assert lazy.slot_of(0, 7) == 7
 
 
 def test_padding_that_a_pass_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

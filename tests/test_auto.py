@@ -144,16 +144,16 @@ def test_trees_nobody_sees_are_taken_where_they_turned_out_better() -> None:
     for _ in range(TRIES):
         assert unseen.is_sent(batch)
         assert unseen.wins(batch, poor, 16) and unseen.wins(batch, rich, 16)
-        unseen.note_kept(0.1, poor, 1.5, 16, 1)
-        unseen.note_kept(0.1, rich, 2.0, 16, 1)
+        unseen.note_worth(0.1, poor, 1.5, 16, 1)
+        unseen.note_worth(0.1, rich, 2.0, 16, 1)
     assert unseen.wins(batch, poor, 16)  # 2.5 tokens in 1.15
     assert not unseen.wins(batch, rich, 16)  # 3 tokens, where there are 4 in 1.05
     for _ in range(60):
-        unseen.note_kept(0.1, poor, 1.5, 16, 1)
+        unseen.note_worth(0.1, poor, 1.5, 16, 1)
         unseen.wins(batch, poor, 16)
     assert unseen.is_sent(batch)  # 2.5 tokens in 1.25, where the others usually have 1.2 in 1.02
     for _ in range(60):
-        unseen.note_kept(5.0, poor, 1.5, 16, 1)
+        unseen.note_worth(5.0, poor, 1.5, 16, 1)
     sent = [unseen.is_sent(batch) for _ in range(7 * RETRY)]
     assert 1 <= sum(sent) <= 3
     assert unseen.is_sent(batch_of_one(None)) and unseen.wins(batch_of_one(None), rich, 16)

@@ -177,6 +177,21 @@ def test_a_pause_grows_and_ends() -> None:
     assert 0 < LOSS < 0.05
 
 
+def test_a_dear_guess_may_fail_at_first_and_not_after_a_pause() -> None:
+    """One that is right two times in three begins with two failures every ninth time."""
+    guard = Policy().guard
+    pauses = []
+    for _ in range(6):
+        guard.note(1.8, 1.0, a_pass=1.0, drafted=True)
+        pauses.append(guard.pauses)
+        guard.steps_left = 0  # and goes on
+    assert pauses == [0, 0, 0, 1, 2, 3]
+    guard.note(1.8, 4.0, a_pass=1.0, drafted=True)
+    for _ in range(4):
+        guard.note(1.8, 1.0, a_pass=1.0, drafted=True)
+    assert guard.pauses == 3
+
+
 class Sleeper(Drafter):
     """Takes five passes' time for guesses that it is sure of and that are wrong."""
 

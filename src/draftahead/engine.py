@@ -58,6 +58,7 @@ class Engine:
         self.policy = Policy()
         self._asked = False  # whether the drafter was, for the pass that is being launched
         self._guided = bool(getattr(drafter, "guided", False))  # whether the policy decides that
+        self._meanwhile: Callable[[], None] | None = getattr(drafter, "meanwhile", None)
         if self._guided and not target.one_shape:  # there every pass costs the same
             self.policy.costs.survey(target.timed_pass, target.max_context)
 
@@ -111,6 +112,8 @@ class Engine:
         finally:  # whatever comes of the next pass, this step has been
             self._count(flight, verdict, kept)
         if self._flight is not None:
+            if self._meanwhile is not None:
+                self._guarded(self._meanwhile)
             self._flight.clock.stop()
         return list(flight.batch.sequences)
 

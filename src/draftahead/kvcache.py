@@ -66,8 +66,10 @@ class KVCache:
         self.contents: list[list[int]] = [[] for _ in range(rows)]
         self.changes = 0  # of what lies in the slots, other than by passes
         self.far = [False] * rows  # which frequencies rotated a row's keys: see passes.py
-        # A quicker way to move (row, to, from) of all that is stored; False where it cannot.
+        # A quicker way to move (row, to, from) of all that is stored; False where it cannot. Where
+        # there is one, what is kept stays where it lies, (row, to) -> from, until someone looks.
         self.mover: Callable[[Seq[tuple[int, int, int]]], bool] | None = None
+        self._unmoved: dict[tuple[int, int], int] = {}
 
     def watch(self, width: int) -> None:
         """Makes room for so many numbers a token, of the states that passes leave."""
@@ -90,6 +92,7 @@ class KVCache:
     def stored(self, layers: int | None = None) -> list[Tensor]:
         """Tensors [parts, rows, heads, slots, width]: all that is stored, or the keys and values of
         the first few layers."""
+        self.settle()
         if layers is not None:
             counts = Counter(self._sizes[: 2 * layers])
             return [self._stacks[size][:count] for size, count in counts.items()]
@@ -120,21 +123,36 @@ class KVCache:
         )
         for row, new in enumerate(tokens, first):
             self.contents[row].extend(new)
+        if self.mover is None:
+            self.settle()
 
     def move(self, moved: Seq[tuple[int, int, int]], layers: int | None = None) -> None:
         """Nodes (row, to, from) behind the row's length, all of what is stored for them or the keys
         of the first few layers."""
+        self.settle()
         self.changes += 1
-        if not moved:
+        lengths = [len(held) for held in self.contents]
+        slots = {(row, lengths[row] + to): lengths[row] + node for row, to, node in moved}
+        if layers is None:
+            self._unmoved = slots
+        elif slots:
+            self._move(slots, layers)
+
+    def slot_of(self, row: int, slot: int) -> int:
+        """Where what belongs in a slot lies now."""
+        return self._unmoved.get((row, slot), slot)
+
+    def settle(self) -> None:
+        """Moves what is not where it belongs. To be called before the tensors are looked at."""
+        if self._unmoved:
+            slots, self._unmoved = self._unmoved, {}
+            self._move(slots, None)
+
+    def _move(self, slots: dict[tuple[int, int], int], layers: int | None) -> None:
+        moves = [(row, to, come) for (row, to), come in slots.items()]
+        if layers is None and self.mover is not None and self.mover(moves):
             return
-        bases = [len(self.contents[row]) for row, _, _ in moved]
-        slots = [
-            (row, base + to, base + node)
-            for base, (row, to, node) in zip(bases, moved, strict=True)
-        ]
-        if layers is None and self.mover is not None and self.mover(slots):
-            return
-        rows, to, come = placed(list(zip(*slots, strict=True)), torch.int64, self.keys[0].device)
+        rows, to, come = placed(list(zip(*moves, strict=True)), torch.int64, self.keys[0].device)
         moved_up(self.stored(layers), rows, to, come)
 
     def copy_row(self, source: int, to: int) -> None:
@@ -278,7 +296,7 @@ class CacheWindow:
     ) -> None:
         """`first`: the first row, or [B] all of them where only the device knows. `real`: nodes
         that belong to the text, of all rows or of each."""
-        self._cache, self._first, self._slots, self.live = cache, first, slots, live
+        self._cache, self.first, self.slots, self.live = cache, first, slots, live
         nodes = torch.arange(slots.shape[1], device=slots.device)[:, None, None]
         known = isinstance(real, int | Tensor)
         text: Any = real if known else placed(real, torch.int64, slots.device)
@@ -290,7 +308,7 @@ class CacheWindow:
 
     def store(self, states: Tensor) -> None:
         """What the nodes of this pass were between the layers, [B, N, W, H]."""
-        self._cache.store(states, self._first, self._slots)
+        self._cache.store(states, self.first, self.slots)
 
     def of_layer(self, index: int) -> LayerWindow:
         return self._layers[index]

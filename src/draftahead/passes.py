@@ -30,15 +30,7 @@ from draftahead.runtime.linear import SmallRowLinears
 from draftahead.runtime.moves import RecordedMoves
 from draftahead.runtime.padding import Padding
 from draftahead.runtime.shape import Ahead, Binding, Decoder, Place
-from draftahead.support import (
-    attention_configs,
-    chosen_context,
-    context_limit,
-    longrope_switch,
-    refuse_disagreeing,
-    refuse_unsupported,
-    text_config,
-)
+from draftahead.support import text_config
 
 PREFILL_CHUNK = 512
 PREFILL_TOKENS = 16384  # of all texts of a pass that fills several rows
@@ -58,15 +50,15 @@ class CachedModel:
     ) -> None:
         """`spare`: slots behind the context for nodes that are scored and not kept. `compiled`:
         layers of a model that our kernels do not know go through torch.compile, on a GPU."""
-        refuse_unsupported(model)
+        support.refuse_unsupported(model)
         self.model, self.compiled = model, compiled
         self.device: torch.device = model.device
         self.vocabulary = int(text_config(model).vocab_size)
-        self.limit = context_limit(model)
-        self.max_context = chosen_context(self.limit, max_context)
-        self.switch = longrope_switch(model)
+        self.limit = support.context_limit(model)
+        self.max_context = support.chosen_context(self.limit, max_context)
+        self.switch = support.longrope_switch(model)
         self.uses_interface = bool(model._can_set_attn_implementation())
-        self._configs = attention_configs(model) if self.uses_interface else []
+        self._configs = support.attention_configs(model) if self.uses_interface else []
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallRowLinears(model)
         self._decoder: Decoder | None = None
@@ -81,7 +73,7 @@ class CachedModel:
         length = self.max_context + spare
         self.cache = KVCache(probe.shapes, max_batch, length, probe.dtype, self.device)
         if model.config.model_type not in support.TESTED:
-            refuse_disagreeing(self)
+            support.refuse_disagreeing(self)
         self._calls = calls
         self._decoder = self._recognised()
 
@@ -117,13 +109,14 @@ class CachedModel:
     def states(self, depths: Seq[int], rows: Tensor, slots: Tensor) -> Tensor:
         """What is in `slots` [B, N] of `rows` [B] was after so many layers, [B, N, W, H]."""
         assert self.cache.states is not None
+        self.cache.settle()
         stored = self.cache.states[rows[:, None], 0, slots]
         found = stored.view(*slots.shape, len(self._watched), -1)
-        return found if tuple(depths) == self._watched else found[:, :, self.places(depths)]
+        return found if tuple(depths) == self._watched else found[:, :, [*self.places(depths)]]
 
-    def places(self, depths: Seq[int]) -> list[int]:
+    def places(self, depths: Seq[int]) -> tuple[int, ...]:
         """Where these states stand among those that are stored of a token."""
-        return [self._watched.index(depth) for depth in depths]
+        return tuple(self._watched.index(depth) for depth in depths)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -155,6 +148,7 @@ class CachedModel:
         and logits are over its tokens. `ahead`: nodes of earlier passes that these follow as a
         chain, in the slots behind each row's length.
         """
+        self.cache.settle()
         texts, width = tokens.shape
         held = [len(self.cache.contents[first + b]) + ahead for b in range(texts)]
         end = max(held) + width
@@ -304,6 +298,7 @@ class CachedModel:
 
     def _filled(self, row: int, tokens: list[int], held: int) -> bool:
         """A part of a prompt by a recording, where there are some."""
+        self.cache.settle()
         last = self._last_position(row)
         return self._fill is not None and self._fill.run(row, tokens, held, last)
 
@@ -366,7 +361,7 @@ class CachedModel:
         found = self._checked(decoder, row)
         # What can be recorded pass by pass can be for a prompt.
         if found is not None and self.device.type == "cuda":
-            self._fill = RecordedFill(self.model, self._forward, self.cache)
+            self._fill = RecordedFill(type(self.model).__name__, self._forward, self.cache)
             self.cache.mover = RecordedMoves(self.cache).run
         if found is not None and self._watched:
             found.watch(self._watched)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -30,6 +31,7 @@ WARM_UP = 3  # passes of a width of which the quickest counts
 PACE, WIDTH = 0.15, 0.05  # of a surprise: laid to the machine's pace, and to the width
 LOSS = 0.01  # of the run's time that drafting may cost before it pauses
 GRACE = 0.5  # of a pass, on top: one guess that fails is no reason
+FAILS = 3  # nor are so many at first, if they cost no more than so many passes together
 ENOUGH = 32  # drafts after which it is known what a drafter usually has to offer
 LOOK_IN = 64  # steps after which it is asked all the same
 CREDIT = 3.0  # passes of gain that can make up for a loss: what was long ago does not count
@@ -46,6 +48,7 @@ class Costs:
     def __init__(self) -> None:
         self._pace = 1.0
         self._shape: dict[int, float] = {}  # by rows, at that pace, keys aside
+        self._widths: list[int] = []  # the same rows, in order
         self._seen: dict[int, int] = {}
         self._a_key = self._a_row_and_key = 0.0  # reading it once, and its share in each row
         self._texts, self._keys = 1, 0
@@ -75,6 +78,7 @@ class Costs:
         for (rows, behind), seconds in taken.items():
             if not behind:
                 self._shape[rows], self._seen[rows] = seconds, WARM_UP
+        self._widths = sorted(self._shape)
         if (8, keys) in taken and keys:
             one = max(0.0, taken[1, keys] - taken[1, 0]) / keys
             eight = max(0.0, taken[8, keys] - taken[8, 0]) / keys
@@ -94,6 +98,7 @@ class Costs:
             # Fewer rows take no longer, unless something else happened meanwhile.
             known = [seconds for n, seconds in self._shape.items() if n >= rows]
             self._shape[rows] = min(bare / self._pace, *known, math.inf)
+            self._widths = sorted(self._shape)
             return
         surprise = min(4.0, max(0.25, seconds / self.of(rows)))
         self._pace *= surprise**PACE
@@ -122,12 +127,12 @@ class Costs:
         shape = self._shape
         if rows in shape:
             return shape[rows]
-        below = max((n for n in shape if n < rows), default=None)
-        above = min((n for n in shape if n > rows), default=None)
-        if below is not None and above is not None:
+        widths, at = self._widths, bisect(self._widths, rows)
+        if 0 < at < len(widths):
+            below, above = widths[at - 1], widths[at]
             share = (rows - below) / (above - below)
             return (1 - share) * shape[below] + share * shape[above]
-        near = below or above or 1
+        near = widths[min(at, len(widths) - 1)] if widths else 1
         return shape.get(near, 1.0) * (1 + SLOPE * (rows - 1)) / (1 + SLOPE * (near - 1))
 
     def curve(self) -> dict[int, float]:
@@ -151,7 +156,10 @@ class Guard:
         if not drafted or self.steps_left:  # or on its way when the pause began
             return
         self.balance = min(self.balance + plain_seconds - seconds, CREDIT * a_pass)
-        if self.balance < -LOSS * self.run - GRACE * a_pass:
+        # A drafter that is mostly right may begin with the opposite; after a pause it may not.
+        dear = FAILS * (seconds - a_pass) if self.pause == PAUSE else 0.0
+        grace = max(GRACE * a_pass, dear if dear < FAILS * a_pass else 0.0)
+        if self.balance < -LOSS * self.run - grace:
             self.steps_left, self.pauses = self.pause, self.pauses + 1
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
             self.balance = self.run = 0.0  # what is lost is lost; a probe is judged by itself

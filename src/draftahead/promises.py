@@ -111,7 +111,7 @@ class Costly:
 class Unseen(Costly):
     """The same for one that works on a device while the others are asked, and whose trees nobody
     sees before they are scored. It is sent off before it is known what the others promise, and
-    then its trees or theirs are taken; what counts is what came true."""
+    then its trees or theirs are taken."""
 
     without: float = 0.0  # tokens a second that the others promise, lately
     patience: Patience = field(default_factory=Patience)
@@ -141,15 +141,15 @@ class Unseen(Costly):
             return True
         return now.patience.is_over()
 
-    def note_kept(
-        self, seconds: float, others: Promise, kept: float, width: int, texts: int
+    def note_worth(
+        self, seconds: float, others: Promise, worth: float, width: int, texts: int
     ) -> None:
-        """Its trees were taken, and so many guesses of a text came true."""
+        """Its trees were taken, and looked as if so many guesses of a text would come true."""
         self._note_time(seconds)
-        self.situations[kind_of(others)].note(texts, kept, width)
+        self.situations[kind_of(others)].note(texts, worth, width)
 
     def reasons(self) -> str:
-        return super().reasons().replace("guesses more", "guesses right")
+        return super().reasons().replace("guesses more", "right guesses")
 
 
 def kind_of(others: Promise) -> int:

@@ -128,8 +128,8 @@ class Clock:
         return self.spent[stage] - self._set_up.get(stage, 0.0)
 
     def shift(self, stage: str, to: str, but: float) -> None:
-        """All but so many seconds of a stage were another's. Where compiling or recording is part of
-        the stage, nobody knows of which of them."""
+        """All but so many seconds of a stage were another's. If something was also compiled or
+        recorded then, nobody knows for which of them."""
         if self._set_up.get(stage, 0.0) > 0:
             return
         seconds = max(0.0, self.spent[stage] - but)

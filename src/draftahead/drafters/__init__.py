@@ -26,7 +26,8 @@ class Drafter(Protocol):
     """Three verbs. Subclass it to inherit the last two.
 
     One that says how likely its guesses are (`Draft.claims`), or that has an attribute `guided`
-    that is true, leaves it to the policy whether it is asked.
+    that is true, leaves it to the policy whether it is asked. One with a method `meanwhile()` is
+    told whenever a device is at work for a while: what can wait until then costs nothing.
     """
 
     def propose(self, batch: Batch) -> Draft | None:

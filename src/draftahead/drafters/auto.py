@@ -46,6 +46,15 @@ class Sent(NamedTuple):
     others: Promise
 
 
+class Lesson(NamedTuple):
+    """What became of a step."""
+
+    verdict: Verdict
+    draft: Draft | None  # that was scored
+    sent: Sent | None
+    trees: list[list[Guess]]  # of the others, by row
+
+
 @register("auto")
 class Auto(Drafter):
     def __init__(
@@ -82,6 +91,7 @@ class Auto(Drafter):
         self._calibrations: defaultdict[tuple[str, ...], Calibration] = defaultdict(Calibration)
         self._trees: list[list[Guess]] = []  # of the step under way, by row
         self._sent: Sent | None = None  # and what a device grows for it
+        self._lesson: Lesson | None = None  # to be learnt while a device is busy
 
     def _place_head(self, setting: Setting, *, asked: bool) -> None:
         if setting.device.type == "cpu":
@@ -123,16 +133,19 @@ class Auto(Drafter):
     def _sent_ahead(self, batch: Batch) -> Draft | None:
         """Trees that a device grows from now on, if that pays."""
         head: Any = self.other
-        if self.unseen is None or not self.guided or not head.goes_ahead(batch):
+        if self.unseen is None or not self.guided or not self.unseen.is_sent(batch):
             return None
-        draft = self._ask(self.name, head, batch) if self.unseen.is_sent(batch) else None
-        return draft if draft is not None and draft.growing is not None else None
+        try:
+            return head.send_ahead(batch)  # type: ignore[no-any-return]
+        except Exception as fault:
+            self._leave_out(self.name, fault)
+            return None
 
     def _ask(self, name: str, drafter: Drafter, batch: Batch) -> Draft | None:
         """One that fails is left out from then on; the others go on."""
         try:
             draft = drafter.propose(batch)
-            if draft is not None and draft.growing is None:
+            if draft is not None:
                 check(draft, batch, self.vocabulary)
             return draft
         except Exception as fault:
@@ -182,26 +195,44 @@ class Auto(Drafter):
                 drafter.learn(batch, verdict, scores)
             except Exception as fault:
                 self._leave_out(name, fault)
-        if self._sent is not None:
-            self._learn_ahead(self._sent, batch, verdict, scores)
-        for row, tree in enumerate(self._trees):
-            self._note(tree, verdict.tokens[row], len(verdict.paths[row]) - 1, scores.draft, row)
+        self.meanwhile()
+        self._lesson = Lesson(verdict, scores.draft, self._sent, self._trees)
+        if self.unseen is None:  # else the device is sent its next trees first
+            self.meanwhile()
 
-    def _learn_ahead(self, sent: Sent, batch: Batch, verdict: Verdict, scores: Scores) -> None:
-        assert self.unseen is not None and self.other is not None and sent.draft.growing is not None
-        self.other.learn(batch, verdict, scores)
-        kept, texts = sum(len(path) - 1 for path in verdict.paths), len(verdict.paths)
-        width = sent.draft.tokens.shape[1]
+    def meanwhile(self) -> None:
+        """What is not needed for the next guesses."""
+        lesson, self._lesson = self._lesson, None
+        if lesson is None:
+            return
+        verdict, draft, sent, trees = lesson
+        if sent is not None and self.unseen is not None:
+            self._note_sent(sent, verdict)
+        draft = draft if sent is None else None
+        for row, tree in enumerate(trees):
+            self._note(tree, verdict.tokens[row], len(verdict.paths[row]) - 1, draft, row)
+
+    def _note_sent(self, sent: Sent, verdict: Verdict) -> None:
+        """Of trees that a device grew: what they promised, as such claims turned out to be worth,
+        tells more than the few guesses that came true."""
+        head: Any = self.other
+        assert self.unseen is not None and head is not None and sent.draft.growing is not None
+        head.note_grown(sent.draft)
+        width, texts = sent.draft.tokens.shape[1], len(verdict.paths)
+        worth = 0.0
+        for row, said in enumerate(verdict.tokens):
+            guesses = self._chosen(union({self.name: sent.draft}, row))
+            worth += sum(guess.worth for guess in guesses)
+            self._note(guesses, said, len(verdict.paths[row]) - 1, sent.draft, row)
         seconds = sent.draft.growing.clock.laps()[0]
-        self.unseen.note_kept(seconds, sent.others, kept / texts, width, texts)
-        self._scored[self.name] += sum(sent.draft.sizes) - texts
-        self._kept[self.name] += kept
+        self.unseen.note_worth(seconds, sent.others, worth / texts, width, texts)
 
     def _note(
         self, tree: list[Guess], said: list[int], kept: int, draft: Draft | None, row: int
     ) -> None:
-        own = draft is not None and self._sent is None
-        scored = paths(draft, row) if draft is not None and own else set()
+        """Of one row's guesses, scored or not, whether they came true; and of those that are part
+        of the `draft` whose they were."""
+        scored = set() if draft is None else paths(draft, row)
         came: list[bool | None] = [True]
         walked: list[tuple[int, ...]] = [()]
         for guess in tree:

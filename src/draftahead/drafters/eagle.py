@@ -35,6 +35,7 @@ from draftahead.types import Batch, Draft, Scores, Verdict
 A_LEVEL = 4  # nodes that a tree of a fixed size goes on from at each level
 # On a GPU: levels of a tree, nodes of a level for all texts together, and sizes of what is scored.
 AHEAD, ABREAST, SIZES = 6, 16, (2, 4, 8, 16)
+LOOK_AGAIN = 16  # trees after which those sizes are thought over
 
 
 @register("eagle", synonyms=("eagle3",))
@@ -62,7 +63,9 @@ class Eagle(Drafter):
         whole = len(self.head.tokens) == self.target.vocabulary
         self._spoken = None if whole else self.head.tokens
         self._grown: Draft | None = None  # of the step under way, on a GPU
-        self._usual = Usual()  # likelihoods of the trees there
+        # Of the trees there: likelihoods, seconds, and by texts the sizes that are best by these.
+        self._usual, self._seconds = Usual(), 0.0
+        self._sizes: dict[int, int] = {}
 
     @property
     def ahead(self) -> bool:
@@ -94,10 +97,10 @@ class Eagle(Drafter):
         draw_chain(batch, min(self.count, max(rooms)), logits, None, self._feed, going)
         return None  # the dice hold the draft
 
-    def goes_ahead(self, batch: Batch) -> bool:
-        """Whether a device can grow this batch's trees without being waited for."""
-        plan = self._plan(batch)
-        return plan is not None and self.passes.grows_ahead(batch, plan)
+    def send_ahead(self, batch: Batch) -> Draft | None:
+        """Trees that a device grows without being waited for, if it can."""
+        able = [len(sequence.tokens) > 1 for sequence in batch.sequences]
+        return self._ahead(batch, able) if any(able) else None
 
     def _ahead(self, batch: Batch, able: list[bool]) -> Draft | None:
         """On a GPU, where waiting for every level would cost more than the level."""
@@ -118,22 +121,35 @@ class Eagle(Drafter):
         return Plan(self.count, 1, 1, 1 + self.count, False) if greedy else None
 
     def _size(self, batch: Batch) -> int:
-        """Nodes of a text that usually make the most of the target's pass."""
+        """Nodes of a text that usually make the most of a step."""
         texts, price = len(batch.sequences), batch.price
+        if texts in self._sizes:
+            return self._sizes[texts]
         sizes = [size for size in SIZES if texts * size <= MOST_ROWS]
         if price is None or not self._usual.known or not sizes:
             return max(sizes, default=SIZES[0])
 
         def rate(size: int) -> float:
-            return (1 + sum(self._usual.by_rank[: size - 1])) / price.of(texts * size)
+            tokens = 1 + sum(self._usual.by_rank[: size - 1])
+            return tokens / (self._seconds + price.of(texts * size))
 
-        return max(sizes, key=rate)
+        self._sizes[texts] = max(sizes, key=rate)
+        return self._sizes[texts]
 
     def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
-        if self._grown is not None and self._grown.claims is not None:
-            for row in self._grown.claims:
-                self._usual.note(sorted(row, reverse=True))
+        if self._grown is not None:
+            self.note_grown(self._grown)
         self._grown = None
+
+    def note_grown(self, grown: Draft) -> None:
+        """Of trees that were grown ahead, and that the host has seen since."""
+        if grown.claims is None or grown.growing is None:
+            return
+        for row in grown.claims:
+            self._usual.note(sorted(row, reverse=True))
+        self._seconds = grown.growing.clock.laps()[0]
+        if self._usual.known % LOOK_AGAIN < len(grown.claims):
+            self._sizes.clear()
 
     def _expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         self.passes.go_on(tokens, parents)

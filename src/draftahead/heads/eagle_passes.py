@@ -19,10 +19,11 @@ from draftahead.drafts import Growing
 from draftahead.growth import CHILDREN, LEAST, Grower
 from draftahead.heads.eagle import EagleHead
 from draftahead.heads.eagle_kernels import cpu_kernels, gpu_kernels, shape_of
-from draftahead.kvcache import CacheWindow, KVCache, LayerShape, Tenants
+from draftahead.kvcache import CacheWindow, KVCache, LayerShape, Tenants, rows_from
 from draftahead.passes import PREFILL_CHUNK, CachedModel
 from draftahead.runtime import build
 from draftahead.runtime.cpu_head import Entrance
+from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.gpu_head import GpuHead, Plan
 from draftahead.runtime.graphs import DeviceClock
 from draftahead.runtime.linear import round_linears
@@ -60,8 +61,12 @@ class HeadPasses:
         self._is_near = type(embed) is nn.Embedding and is_plain(embed.weight, torch.float32, "cpu")
         whole = len(head.tokens) == target.vocabulary
         self._gpu: GpuHead | None = None
+        self._fill: RecordedFill | None = None
+        self._states = target.cache.states  # that it was recorded with
+        self._last = length - 1  # position that padding may point to
         if self.device.type == "cuda":
             self._gpu = gpu_kernels(head, shape, self.cache, embed, self._turns, whole)
+            self._fill = RecordedFill("the head", self._fill_pass, self.cache)
         if self._kernels is not None and self._is_near:
             first: Any = head.layers[0]
             self._entrance = Entrance(
@@ -123,10 +128,25 @@ class HeadPasses:
         """A new text, or many steps without this drafter: the keys of all pairs but the last."""
         held, end = self.cache.contents[row], len(tokens) - 2
         chunk = PREFILL_CHUNK if self._kernels is None else CPU_CHUNK
+        self.target.cache.settle()
+        if self._fill is not None and self._states is not self.target.cache.states:
+            self._fill.graphs.forget()  # others lie elsewhere
+            self._states = self.target.cache.states
         while len(held) < end:
             part = tokens[1 + len(held) : 1 + min(end, len(held) + chunk)]
-            self._pairs(row, torch.tensor([part]), [len(held)], keys_only=True)
+            if self._fill is None or not self._fill.run(row, part, len(held), self._last):
+                self._pairs(row, torch.tensor([part]), [len(held)], keys_only=True)
             held.extend(part)
+
+    def _fill_pass(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, window: CacheWindow, _: bool
+    ) -> Tensor:
+        """The keys of pairs that a device knows the place of."""
+        rows = rows_from(window.first, window.slots)
+        states = self.target.states(self.head.config.depths, rows, window.slots)
+        features = self.head.feature(states.to(self.cache.keys[0].dtype))
+        embedded = self._embed(tokens).to(features.dtype)
+        return self._forward(embedded, features, positions, mask, window, wanted=1)
 
     def _pairs(
         self, first: int, tokens: Tensor, held: list[int], *, keys_only: bool = False
@@ -187,7 +207,8 @@ class HeadPasses:
         """Trees that a GPU grows without being waited for: after the pairs that are lacking, in one
         go. None where it cannot; then nothing has been fed."""
         gpu, texts = self._gpu, len(batch.sequences)
-        assert gpu is not None and self.target.cache.states is not None
+        states = self.target.cache.states
+        assert gpu is not None and states is not None
         most = min(AT_ONCE, gpu.most_pairs(texts))
         held, pending = self.cache.contents, self._lacking(batch.sequences, able, most)
         keys, warmth = [], []
@@ -201,7 +222,8 @@ class HeadPasses:
         trees = gpu.grow(
             pending,
             [len(row) for row in held[:texts]],
-            self.target.cache.states,
+            [self._slots(row, tokens) for row, tokens in enumerate(pending)],
+            states,
             self.target.places(self.head.config.depths),
             plan,
             clock=clock,
@@ -213,6 +235,11 @@ class HeadPasses:
         for row, tokens in enumerate(pending):
             held[row].extend(tokens)
         return Draft.ahead(Growing(batch.roots, trees, clock))
+
+    def _slots(self, row: int, tokens: list[int]) -> list[int]:
+        """Where the target's states before these next tokens of a row lie."""
+        start, cache = len(self.cache.contents[row]), self.target.cache
+        return [cache.slot_of(row, slot) for slot in range(start, start + len(tokens))]
 
     def grows_ahead(self, batch: Batch, plan: Plan) -> bool:
         """Whether `ahead` may be tried: nothing but the path's length decides what is likely."""
@@ -297,14 +324,24 @@ class HeadPasses:
         mask = attention.distances(base, deep, ancestors, live)[:, :, places]
         slots = base[:, None] + torch.arange(which.start, which.stop, device=self.device)
         window = CacheWindow(self.cache, first, slots, live, real=0)
+        positions = (base[:, None] + deep)[:, places]
+        wanted = 1 if keys_only else len(which)
+        out = self._forward(embedded, hidden, positions, mask, window, wanted)
+        return out, out if keys_only else self.head.logits(out)
 
+    def _forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        window: CacheWindow,
+        wanted: int,
+    ) -> Tensor:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = window.update(key, value, layer)
             seen = mask[:, :, -query.shape[2] :]
             mixed, _ = attention.grouped_attention(self.head, query, keys, values, seen)
             return mixed.transpose(1, 2)
 
-        wanted = 1 if keys_only else len(which)
-        positions = (base[:, None] + deep)[:, places]
-        out: Tensor = self.head(embedded, hidden, positions, attend, wanted)
-        return out, out if keys_only else self.head.logits(out)
+        return self.head(embedded, hidden, positions, attend, wanted)  # type: ignore[no-any-return]

@@ -92,13 +92,13 @@ class FillInputs(Inputs):
 
 
 class RecordedFill:
-    """A prompt's pass by the model's own forward. Few hundred tokens keep a device busy for less
-    time than the host needs to launch all that; so from the second time on, passes over about as
-    many tokens are recordings."""
+    """A prompt's pass by a model's own forward, or by a head's. Few hundred tokens keep a device
+    busy for less time than the host needs to launch all that; so from the second time on, passes
+    over about as many tokens are recordings."""
 
-    def __init__(self, model: Any, forward: Forward, cache: KVCache) -> None:
+    def __init__(self, owner: str, forward: Forward, cache: KVCache) -> None:
         self._forward, self._cache = forward, cache
-        self.graphs = Graphs(cache.keys[0].device, type(model).__name__)
+        self.graphs = Graphs(cache.keys[0].device, owner)
         self._seen: set[tuple[int, int]] = set()
 
     def run(self, row: int, tokens: Seq[int], held: int, last_position: int) -> bool:

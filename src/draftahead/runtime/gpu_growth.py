@@ -26,14 +26,14 @@ def _normed(value, weight, inside, at, eps, HIDDEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "slots"])
 def fuse(
-    states, places, weights, out, lengths, width, slots, stride, eps,
+    states, places, weights, out, at_slots, width, slots, stride, eps,
     PARTS: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The target's states of a text's next `width` slots side by side, [rows, PARTS * HIDDEN]; each
+    """The target's states in `width` slots of a text side by side, [rows, PARTS * HIDDEN]; each
     of them normed ("each"), all of them as one ("all"), or as they are ("none")."""
     row = tl.program_id(0)
     text = row // width
-    slot = tl.minimum(tl.load(lengths + text) + row % width, slots - 1)
+    slot = tl.minimum(tl.load(at_slots + row), slots - 1)
     source = states + (text.to(tl.int64) * slots + slot) * stride
     at = tl.arange(0, BLOCK)
     inside = at < HIDDEN

@@ -69,9 +69,11 @@ class Growth(Inputs):
     ) -> None:
         """`places`: of the states that are fused. `outputs`: like one row of the head's."""
         device = outputs.device
-        shapes = [(1,), (texts,), (texts,), (texts,), (texts, pairs), (texts, plan.deepest)]
+        each = (texts, pairs)
+        shapes = [(1,), (texts,), (texts,), (texts,), each, each, (texts, plan.deepest)]
         super().__init__(shapes, device)
-        self.real, self.lengths, self.counts, self.warmth, self.tokens, self.keys = self.parts
+        self.real, self.lengths, self.counts, self.warmth, *parts = self.parts
+        self.tokens, self.slots, self.keys = parts
         self.places = torch.tensor(places, dtype=torch.int32, device=device)
         chain = tree.ancestor_bits(range(-1, pairs - 1))
         self.chain_depths = torch.arange(pairs, device=device).repeat(texts, 1)
@@ -134,8 +136,9 @@ class GpuHead:
         self,
         pairs: Seq[Seq[int]],
         held: Seq[int],
+        slots: Seq[Seq[int]],
         states: Tensor,
-        places: Seq[int],
+        places: tuple[int, ...],
         plan: Plan,
         *,
         clock: DeviceClock,
@@ -143,25 +146,26 @@ class GpuHead:
         warmth: Seq[float] = (),
     ) -> Tensor | None:
         """Feeds every text its next pairs' tokens behind the slots it has `held`, beside the states
-        before them, which lie in `places` of the target's `states` [rows, 1, slots, W * H']; grows
-        trees from the last. Returns [B, 3, size]: tokens, parents and likelihoods, still under way.
-        Where `plan.sampled`: the target's key at each depth, and the temperature of each text."""
+        before them, which lie in `slots` of the target's `states` [rows, 1, slots, W * H'], and in
+        `places` of each; grows trees from the last. Returns [B, 3, size], still under way: tokens,
+        parents and likelihoods. Where `plan.sampled`: the target's key at each depth, and the
+        temperature of each text."""
         texts, width = len(pairs), _width(max(map(len, pairs)))
         counts = [len(row) for row in pairs]
         live = max(map(sum, zip(held, counts, strict=True))) + max(plan.nodes, width)
         reach = Reach.over(0, min(live, self._cache.length))
-        at = tuple(places)
 
         def write(growth: Growth) -> None:
             said = [token for row in pairs for token in [*row, *[0] * (width - len(row))]]
+            at = [slot for row in slots for slot in [*row, *[0] * (width - len(row))]]
             warm = [round(SURE * one) for one in warmth] or [0] * texts
             noise = [key for row in keys for key in row] or [0] * (texts * plan.deepest)
-            growth.words[:] = [0, *held, *counts, *warm, *said, *noise]
+            growth.words[:] = [0, *held, *counts, *warm, *said, *at, *noise]
 
         found = self.graphs.run(
-            (texts, width, plan, reach, at, states.data_ptr()),
+            (texts, width, plan, reach, places, states.data_ptr()),
             partial(self._pass, plan=plan, reach=reach, states=states),
-            lambda: Growth(texts, width, plan, at, self.layers.x[:1]),
+            lambda: Growth(texts, width, plan, places, self.layers.x[:1]),
             write,
             clock,
         )
@@ -204,7 +208,7 @@ class GpuHead:
         rows = texts * width
         parts, hidden = entrance.norms.shape
         layers.launch(
-            kernels.fuse, rows, states, growth.places, entrance.norms, self._joined, growth.lengths,
+            kernels.fuse, rows, states, growth.places, entrance.norms, self._joined, growth.slots,
             width, states.shape[2], states.shape[3], self._shape.eps,
             PARTS=parts, HIDDEN=hidden, BLOCK=power_of_two(hidden), NORM=entrance.norm,
         )  # fmt: skip

@@ -13,11 +13,11 @@ import itertools
 import math
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -107,19 +107,28 @@ class DeviceClock:
     """How long a device takes for what it is sent one after the other. What the host does before,
     such as recording it, does not count."""
 
+    # Events that were read, by device: to make one takes longer than to use it.
+    _read: ClassVar[defaultdict[int, list[Any]]] = defaultdict(list)
+
     def __init__(self) -> None:
         self._marks: list[Any] = []
+        self._laps: list[float] = []
+        self._spare = self._read[torch.cuda.current_device()]
 
     def mark(self) -> None:
         event: Any = torch.cuda.Event
-        self._marks.append(event(enable_timing=True))
+        self._marks.append(self._spare.pop() if self._spare else event(enable_timing=True))
         self._marks[-1].record()
 
     def laps(self) -> list[float]:
-        """Seconds from each mark to the next. Waits for the last."""
-        self._marks[-1].synchronize()
-        pairs = itertools.pairwise(self._marks)
-        return [float(one.elapsed_time(other)) / 1e3 for one, other in pairs]
+        """Seconds from each mark to the next; when all marks are set. Waits for the last."""
+        if self._marks:
+            self._marks[-1].synchronize()
+            pairs = itertools.pairwise(self._marks)
+            self._laps = [float(one.elapsed_time(other)) / 1e3 for one, other in pairs]
+            self._spare.extend(self._marks)
+            self._marks = []
+        return self._laps
 
 
 class Recording:
