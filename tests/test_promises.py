@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import drafted
 import zoo
 from draftahead import LLM, Draft, Drafter, DrafterFaultWarning, Sampling
-from draftahead.drafters.auto import Auto, Guess, promised
+from draftahead.drafters.auto import Auto, Guess, Sent, promised
 from draftahead.drafters.eagle import Eagle
+from draftahead.drafts import SURE, Growing
 from draftahead.heads import eagle_files
 from draftahead.promises import LONGEST_RETRY, RETRY, TRIES, Costly, Promise, Unseen
 from draftahead.rates import Calibration
-from draftahead.types import Batch, Request
+from draftahead.types import Batch, Request, Verdict
 from test_auto import Price, batch_of_one
 
 POOR = Promise(1.2 / 1.02, 0.2, 2)  # what others promise where they know little
@@ -84,7 +87,7 @@ def bare(most: int = 15) -> Auto:
     auto = Auto.__new__(Auto)
     auto._calibrations, auto._trees, auto.most = defaultdict(Calibration), [], most
     auto._scored, auto._kept = Counter(), Counter()
-    auto.cheap, auto.other, auto.name, auto._sent = {}, None, "", None
+    auto.cheap, auto.other, auto.name, auto._sent, auto._lesson = {}, None, "", None, None
     auto.costly, auto.unseen, auto.guided, auto.vocabulary = Costly(), None, True, 99
     return auto
 
@@ -126,10 +129,48 @@ def test_all_that_is_told_is_passed_on() -> None:
     """Texts that are over would otherwise be kept for ever."""
     auto, cheap, costly = bare(), Noting(), Noting()
     auto.cheap, auto.other, auto.name = {"cheap": cheap}, costly, "costly"
-    auto.learn(*[None] * 3)  # type: ignore[arg-type]
+    auto.learn(None, Verdict([], []), SimpleNamespace(draft=None))  # type: ignore[arg-type]
     auto.release(None)  # type: ignore[arg-type]
     assert cheap.told == ["learn", "release"]
     assert costly.told == ["release"]
+
+
+class Grown(Noting):
+    def note_grown(self, draft: Draft) -> None:
+        self.told.append("grown")
+
+    def mark(self) -> None: ...
+
+    def laps(self) -> list[float]:
+        return [0.3, 0.9]
+
+
+def test_what_a_device_grew_is_learnt_while_it_grows_the_next() -> None:
+    """By what such claims are worth, not by the luck of one step; and when there is time for it."""
+    auto, cheap, head = bare(), Noting(), Grown()
+    auto.cheap, auto.other, auto.name = {"cheap": cheap}, head, "head"
+    auto.costly = auto.unseen = Unseen()
+    for _ in range(50):
+        auto._calibrations["head",].note(0.55, True)
+    sure = [[[5, 7, 8, 9], [-1, 0, 0, 1], [SURE, SURE * 0.55, SURE * 0.05, SURE * 0.35]]]
+    draft = Draft.ahead(Growing([5], torch.tensor(sure).long(), head))
+    assert draft.rows == [[5, 7, 8, 9]]
+    auto._sent = Sent(draft, POOR)
+    scores: Any = SimpleNamespace(draft=draft.copied())
+    auto.learn(None, Verdict([[0, 2]], [[8, 4]]), scores)  # type: ignore[arg-type]
+    assert cheap.told == ["learn"]
+    assert not auto.unseen.asked
+    auto._sent, auto._trees = None, [[Guess(3, 0, 1, ("cheap",), 0.5)]]  # the next are on their way
+    auto.meanwhile()
+    auto.meanwhile()  # nothing is learnt twice
+    assert head.told == ["grown"]
+    (now,) = auto.unseen.situations.values()
+    assert (auto.unseen.asked, auto.unseen.seconds, now.asked, now.width) == (1, 0.3, 1, 4.0)
+    assert 1.2 < now.more < 1.5  # 0.9 or more, and 0.05, and 0.35; not the one that came true
+    assert auto._scored == {"head": 3}
+    assert auto._kept == {"head": 1}
+    assert auto._calibrations["head",].rates.seen()[0][0] > 0.2
+    assert ("cheap",) not in auto._calibrations  # not of this step
 
 
 def a_batch() -> Batch:
@@ -191,8 +232,8 @@ def test_trees_nobody_sees_are_sent_where_most_of_them_turned_out_well() -> None
     rich = Promise(4.0 / 1.05, 3.0, 5)
     for _ in range(20):
         unseen.wins(batch, POOR, 16)
-        unseen.note_kept(0.1, POOR, 1.5, 16, 1)
-    unseen.note_kept(0.1, rich, 0.0, 16, TRIES)
+        unseen.note_worth(0.1, POOR, 1.5, 16, 1)
+    unseen.note_worth(0.1, rich, 0.0, 16, TRIES)
     assert unseen.is_sent(batch)
     for _ in range(60):
         unseen.wins(batch, rich, 16)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from draftahead.types import Batch
 
 TRIES = 4  # texts after which a costly drafter is known well enough to be judged
+UNSEEN = 16  # and one that a device runs: there a step is short, and so are the first ones' hints
 RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
 RECENT = 0.1  # share of the newest step in what is thought of it
 A_KIND, MUCH = 0.5, 2.0  # guesses of others that tell situations apart, and the most of them
@@ -115,10 +116,11 @@ class Unseen(Costly):
 
     without: float = 0.0  # tokens a second that the others promise, lately
     patience: Patience = field(default_factory=Patience)
+    again: int = 0  # tries left, now that it is tried again
 
     def is_sent(self, batch: Batch) -> bool:
         """Whether to send it off now."""
-        if batch.price is None or self.asked < TRIES:
+        if batch.price is None or self.asked < UNSEEN:
             return True
         texts = len(batch.sequences)
         # Where the others know little, which is where it is needed.
@@ -127,13 +129,16 @@ class Unseen(Costly):
         if texts * (1 + usual.more) / seconds > self.without:
             self.patience.reset()
             return True
-        return self.patience.is_over()
+        # One tree tells little: so when it is tried again, then a few times.
+        self.again = self.again - 1 if self.again else TRIES * self.patience.is_over()
+        return self.again > 0
 
     def wins(self, batch: Batch, others: Promise, width: int) -> bool:
         """Whether its trees are taken, now that they are on their way."""
         self.without += RECENT * (others.rate - self.without) if self.without else others.rate
         now = self.situations[kind_of(others)]
-        if batch.price is None or now.asked < TRIES:
+        tries = TRIES if kind_of(others) else UNSEEN
+        if batch.price is None or now.asked < tries or self.again:
             return True
         texts = len(batch.sequences)
         if texts * (1 + now.more) / batch.price.of(texts * width) > others.rate:

@@ -34,8 +34,8 @@ from draftahead.types import Batch, Draft, Scores, Verdict
 
 A_LEVEL = 4  # nodes that a tree of a fixed size goes on from at each level
 # On a GPU: levels of a tree, nodes of a level for all texts together, and sizes of what is scored.
-AHEAD, ABREAST, SIZES = 6, 16, (2, 4, 8, 16)
-LOOK_AGAIN = 16  # trees after which those sizes are thought over
+AHEAD, ABREAST, SIZES = 6, 16, (2, 4, 8, 16, 32)
+LOOK_AGAIN = 16  # trees after which the largest is tried again
 
 
 @register("eagle", synonyms=("eagle3",))
@@ -63,9 +63,10 @@ class Eagle(Drafter):
         whole = len(self.head.tokens) == self.target.vocabulary
         self._spoken = None if whole else self.head.tokens
         self._grown: Draft | None = None  # of the step under way, on a GPU
-        # Of the trees there: likelihoods, seconds, and by texts the sizes that are best by these.
+        # Of the trees there: likelihoods of the largest, seconds, and by texts the best size.
         self._usual, self._seconds = Usual(), 0.0
         self._sizes: dict[int, int] = {}
+        self._since = 0  # trees since one of the largest
 
     @property
     def ahead(self) -> bool:
@@ -123,10 +124,10 @@ class Eagle(Drafter):
     def _size(self, batch: Batch) -> int:
         """Nodes of a text that usually make the most of a step."""
         texts, price = len(batch.sequences), batch.price
-        if texts in self._sizes:
+        if self._since < LOOK_AGAIN and texts in self._sizes:
             return self._sizes[texts]
         sizes = [size for size in SIZES if texts * size <= MOST_ROWS]
-        if price is None or not self._usual.known or not sizes:
+        if price is None or self._since >= LOOK_AGAIN or not self._usual.known or not sizes:
             return max(sizes, default=SIZES[0])
 
         def rate(size: int) -> float:
@@ -145,10 +146,13 @@ class Eagle(Drafter):
         """Of trees that were grown ahead, and that the host has seen since."""
         if grown.claims is None or grown.growing is None:
             return
-        for row in grown.claims:
-            self._usual.note(sorted(row, reverse=True))
         self._seconds = grown.growing.clock.laps()[0]
-        if self._usual.known % LOOK_AGAIN < len(grown.claims):
+        self._since += 1
+        texts, size = grown.tokens.shape
+        if size >= min(SIZES[-1], MOST_ROWS // texts):  # smaller ones do not tell what others had
+            for row in grown.claims:
+                self._usual.note(sorted(row, reverse=True))
+            self._since = 0
             self._sizes.clear()
 
     def _expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
