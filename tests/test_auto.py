@@ -155,7 +155,7 @@ def test_trees_nobody_sees_are_taken_where_they_turned_out_better() -> None:
     assert not unseen.wins(batch, rich, 16)  # 3 tokens, where there are 4 in 1.05
     for _ in range(60):
         unseen.note_worth(0.1, poor, 1.5, 16, 1)
-        unseen.wins(batch, poor, 16)
+        unseen.note_others(poor)
     assert unseen.is_sent(batch)  # 2.5 tokens in 1.25, where the others usually have 1.2 in 1.02
     for _ in range(60):
         unseen.note_worth(5.0, poor, 1.5, 16, 1)

@@ -231,13 +231,16 @@ def test_trees_nobody_sees_are_sent_where_most_of_them_turned_out_well() -> None
     unseen, batch = Unseen(), batch_of_one(Price())
     rich = Promise(4.0 / 1.05, 3.0, 5)
     for _ in range(20):
-        unseen.wins(batch, POOR, 16)
+        unseen.note_others(POOR)
         unseen.note_worth(0.1, POOR, 1.5, 16, 1)
     unseen.note_worth(0.1, rich, 0.0, 16, TRIES)
     assert unseen.is_sent(batch)
     for _ in range(60):
-        unseen.wins(batch, rich, 16)
+        unseen.note_others(rich)
     assert not unseen.is_sent(batch)  # 2.5 tokens in 1.26, where the others have come to 3.8
+    for _ in range(4):
+        unseen.note_others(POOR)
+    assert unseen.is_sent(batch)  # back to less than 2.6 in no time
     taken = [unseen.wins(batch, rich, 16) for _ in range(8 * LONGEST_RETRY)]
     assert 1 <= sum(taken) < 20
     # Of four texts all tokens count, and all rows: 4 * 2.5 in 1.64 or 2.6, against 4.3.

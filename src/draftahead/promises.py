@@ -12,6 +12,8 @@ TRIES = 4  # texts after which a costly drafter is known well enough to be judge
 UNSEEN = 16  # and one that a device runs: there a step is short, and so are the first ones' hints
 RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
 RECENT = 0.1  # share of the newest step in what is thought of it
+HOPE = 1.3  # what the others must promise above it not to be sent: then one can still choose
+CHANGE = 0.3  # and in what the others promise: a text that repeats itself may stop at any moment
 A_KIND, MUCH = 0.5, 2.0  # guesses of others that tell situations apart, and the most of them
 
 
@@ -126,16 +128,20 @@ class Unseen(Costly):
         # Where the others know little, which is where it is needed.
         usual = max(self.situations.values(), key=lambda now: now.asked)
         seconds = batch.price.of(round(texts * usual.width)) + self.seconds
-        if texts * (1 + usual.more) / seconds > self.without:
+        if HOPE * texts * (1 + usual.more) / seconds > self.without:
             self.patience.reset()
             return True
         # One tree tells little: so when it is tried again, then a few times.
         self.again = self.again - 1 if self.again else TRIES * self.patience.is_over()
         return self.again > 0
 
+    def note_others(self, others: Promise) -> None:
+        """At every step, whether it was sent off or not."""
+        share = CHANGE if self.without else 1.0
+        self.without += share * (others.rate - self.without)
+
     def wins(self, batch: Batch, others: Promise, width: int) -> bool:
         """Whether its trees are taken, now that they are on their way."""
-        self.without += RECENT * (others.rate - self.without) if self.without else others.rate
         now = self.situations[kind_of(others)]
         tries = TRIES if kind_of(others) else UNSEEN
         if batch.price is None or now.asked < tries or self.again:

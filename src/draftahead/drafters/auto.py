@@ -110,6 +110,8 @@ class Auto(Drafter):
         drafts = {name: self._ask(name, drafter, batch) for name, drafter in [*self.cheap.items()]}
         self._trees = self._merged(drafts, batch)
         others = promised(self._trees, batch)
+        if self.unseen is not None:
+            self.unseen.note_others(others)
         if ahead is not None and self.unseen is not None:
             if self.unseen.wins(batch, others, ahead.tokens.shape[1]):
                 self._sent = Sent(ahead, others)
