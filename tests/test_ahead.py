@@ -16,6 +16,7 @@ from draftahead.heads.eagle import new_head
 from draftahead.heads.eagle_passes import HeadPasses
 from draftahead.kvcache import KVCache, LayerShape
 from draftahead.passes import CachedModel
+from draftahead.runtime.clocks import KnownTimes
 from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.graphs import NodeInputs
 from draftahead.runtime.padding import Padding
@@ -358,3 +359,43 @@ def test_padding_that_a_pass_has_no_room_for_is_left_out(monkeypatch: pytest.Mon
         monkeypatch.setattr(decoder, "run", noted)
         assert passes.run(torch.tensor([[1, 2, 3, 4, 5]])).shape[1] == 5
         assert seen == {8: [8], 6: [5], 4: []}[most]
+
+
+class Event:
+    """A device's clock, that the test turns on."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        made.append(self)
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return other.at - self.at
+
+
+made: list[Event] = []
+
+
+def test_what_always_takes_as_long_is_timed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks take the host some time: at first, every so often, and never with events made anew."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    times, found = KnownTimes(), []
+    for use in range(1, 34):
+        clock = times.clock("a kind")
+        for spent in (0.0, use, 10.0):
+            Event.now += spent
+            clock.mark()
+        found.append([round(1e3 * lap) for lap in clock.laps()])
+        assert clock.laps() == clock.laps()
+    firsts = [lap for lap, after in found]
+    assert firsts == [1, 2, 3, 4, *[4] * 11, *[16] * 16, *[32] * 2]
+    assert all(after == 10 for _, after in found)
+    assert len(made) == 3
+    assert times.clock("another").laps() == []  # not known yet, and not measured

@@ -16,6 +16,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from draftahead.drafters import Drafter, Setting, build, check, positive, register
@@ -280,11 +281,12 @@ def promised(trees: Seq[Seq[Guess]], batch: Batch) -> Promise:
         return best
     texts = len(trees)
     ranked = [sorted((guess.worth for guess in tree), reverse=True) for tree in trees]
-    for width in range(1, 2 + max(map(len, ranked), default=0)):
-        gain = sum(sum(row[: width - 1]) for row in ranked) / texts
-        rate = texts * (1 + gain) / batch.price.of(texts * width)
+    right = 0.0  # guesses of all texts, of the likeliest so many
+    for width, worths in enumerate([(0.0,), *zip_longest(*ranked, fillvalue=0.0)], start=1):
+        right += sum(worths)
+        rate = (texts + right) / batch.price.of(texts * width)
         if rate > best.rate:
-            best = Promise(rate, gain, width)
+            best = Promise(rate, right / texts, width)
     return best
 
 

@@ -22,10 +22,10 @@ from draftahead.heads.eagle_kernels import cpu_kernels, gpu_kernels, shape_of
 from draftahead.kvcache import CacheWindow, KVCache, LayerShape, Tenants, rows_from
 from draftahead.passes import PREFILL_CHUNK, CachedModel
 from draftahead.runtime import build
+from draftahead.runtime.clocks import KnownTimes
 from draftahead.runtime.cpu_head import Entrance
 from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.gpu_head import GpuHead, Plan
-from draftahead.runtime.graphs import DeviceClock
 from draftahead.runtime.linear import round_linears
 from draftahead.runtime.shape import is_plain
 from draftahead.sampling import Context, placed, target_key
@@ -61,6 +61,7 @@ class HeadPasses:
         self._is_near = type(embed) is nn.Embedding and is_plain(embed.weight, torch.float32, "cpu")
         whole = len(head.tokens) == target.vocabulary
         self._gpu: GpuHead | None = None
+        self._times = KnownTimes()
         self._fill: RecordedFill | None = None
         self._states = target.cache.states  # that it was recorded with
         self._last = length - 1  # position that padding may point to
@@ -218,7 +219,7 @@ class HeadPasses:
                 paths = (Context(sequence, (0,) * depth) for depth in range(plan.deepest))
                 keys.append([target_key(context) for context in paths])
                 sequence.foreseen = True  # as by Dice.outlook, which guesses the same way
-        clock = DeviceClock()
+        clock = self._times.clock((texts, plan))
         trees = gpu.grow(
             pending,
             [len(row) for row in held[:texts]],

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from draftahead import tree
-from draftahead.drafts import SURE
+from draftahead.drafts import SURE, Laps
 from draftahead.kvcache import KVCache
 from draftahead.runtime.gpu_layers import MOST_ROWS, Block, GpuLayers, Reach, power_of_two
-from draftahead.runtime.graphs import DeviceClock, Graphs, Inputs
+from draftahead.runtime.graphs import Graphs, Inputs
 from draftahead.runtime.shape import LlamaShape, is_plain, require
 
 LEAST_PAIRS = 8  # of a text in a recording; more are powers of two
@@ -141,7 +141,7 @@ class GpuHead:
         places: tuple[int, ...],
         plan: Plan,
         *,
-        clock: DeviceClock,
+        clock: Laps,
         keys: Seq[Seq[int]] = (),
         warmth: Seq[float] = (),
     ) -> Tensor | None:

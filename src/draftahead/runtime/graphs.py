@@ -9,20 +9,20 @@ a pass is some numbers written to memory and one launch.
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from draftahead import tree
+from draftahead.drafts import Laps
 from draftahead.runtime.shape import Ahead
 from draftahead.stats import SetUp
 
@@ -103,34 +103,6 @@ Output = tuple[Tensor | None, ...]
 Body = Callable[[Any], Output]  # given its Inputs
 
 
-class DeviceClock:
-    """How long a device takes for what it is sent one after the other. What the host does before,
-    such as recording it, does not count."""
-
-    # Events that were read, by device: to make one takes longer than to use it.
-    _read: ClassVar[defaultdict[int, list[Any]]] = defaultdict(list)
-
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
-        self._laps: list[float] = []
-        self._spare = self._read[torch.cuda.current_device()]
-
-    def mark(self) -> None:
-        event: Any = torch.cuda.Event
-        self._marks.append(self._spare.pop() if self._spare else event(enable_timing=True))
-        self._marks[-1].record()
-
-    def laps(self) -> list[float]:
-        """Seconds from each mark to the next; when all marks are set. Waits for the last."""
-        if self._marks:
-            self._marks[-1].synchronize()
-            pairs = itertools.pairwise(self._marks)
-            self._laps = [float(one.elapsed_time(other)) / 1e3 for one, other in pairs]
-            self._spare.extend(self._marks)
-            self._marks = []
-        return self._laps
-
-
 class Recording:
     """A graph with inputs of its own, so that others of its shape may be under way meanwhile."""
 
@@ -155,7 +127,7 @@ class Recording:
                 torch.cuda.synchronize()
         return self._graph
 
-    def run(self, clock: DeviceClock | None = None) -> Output:
+    def run(self, clock: Laps | None = None) -> Output:
         """The output's memory belongs to the graph: good until its next run."""
         graph = self.set_up()
         if clock is not None:
@@ -245,7 +217,7 @@ class Graphs:
         body: Body,
         make: Callable[[], Any],
         write: Callable[[Any], None],
-        clock: DeviceClock | None = None,
+        clock: Laps | None = None,
         *,
         once: bool = False,
     ) -> Output | None:
