@@ -80,7 +80,7 @@ def made(
         pytest.skip("no compiler")
     monkeypatch.setattr("draftahead.heads.eagle_passes.round_linears", lambda head: 0)
     if not kernels:
-        monkeypatch.setattr("draftahead.heads.eagle_passes.cpu_kernels", lambda shape, cache: None)
+        monkeypatch.setattr("draftahead.heads.eagle_passes.cpu_kernels", lambda *_: None)
     model = wide()
     torch.manual_seed(1)
     head = new_head(model, torch.arange(0, zoo.VOCABULARY, 2), depths=(1, 2), layers=2)

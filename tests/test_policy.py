@@ -14,7 +14,8 @@ from draftahead import policy as policy_module
 from draftahead.drafters import sound_claims
 from draftahead.engine import likeliest, outcomes
 from draftahead.policy import LOSS, Costs, Policy, Spent
-from draftahead.rates import Calibration
+from draftahead.promises import Offer
+from draftahead.rates import Calibration, Usual
 from draftahead.types import Draft
 
 FLAT = dict.fromkeys(range(1, 129), 1.0)  # rows cost nothing
@@ -364,6 +365,20 @@ def test_where_rows_are_dear_the_drafter_is_hardly_asked() -> None:
     for _ in range(100):  # a drafter that becomes sure of everything is asked again
         policy.width([[0.99] * 15] * 4)
     assert all(policy.asks(4) for _ in range(100))
+
+
+def test_what_a_drafter_could_offer_besides_is_reason_to_ask_it() -> None:
+    """What it proposed lately was without its best part, and does not tell."""
+    policy, usual = seasoned(STAIRS), Usual()
+    policy.costs.note_drafting(0.05)
+    for _ in range(40):
+        policy.width([[0.01]])
+        usual.note([0.9, 0.8, 0.7])
+    policy.asks(1)
+    assert not policy.asks(1)
+    assert policy.asks(1, Offer(usual, 0.3))
+    assert not policy.asks(1, Offer(usual, 9.0))
+    assert not policy.asks(1, Offer(Usual(), 0.0))
 
 
 def test_what_is_set_up_is_no_price(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from draftahead.drafters.auto import Auto, Guess, Sent, promised
 from draftahead.drafters.eagle import Eagle
 from draftahead.drafts import SURE, Growing
 from draftahead.heads import eagle_files
-from draftahead.promises import LONGEST_RETRY, RETRY, TRIES, Costly, Promise, Unseen
-from draftahead.rates import Calibration
+from draftahead.promises import AT_FIRST, LONGEST_RETRY, RETRY, TRIES, Costly, Promise, Unseen
+from draftahead.rates import Calibration, Usual
 from draftahead.types import Batch, Request, Verdict
 from test_auto import Price, batch_of_one
 
@@ -39,9 +39,10 @@ def test_a_stall_is_no_price_and_habits_can_change() -> None:
 
 def test_one_that_does_not_pay_is_asked_ever_more_rarely_until_it_does() -> None:
     costly, batch = Costly(), batch_of_one(Price())
-    for _ in range(TRIES):
+    for _ in range(AT_FIRST):
+        assert costly.pays(batch, POOR)
         costly.note(5.0, POOR, Promise(1.2, 0.3, 6))
-    assert sum(costly.pays(batch, POOR) for _ in range(8 * LONGEST_RETRY)) < 20
+    assert sum(costly.pays(batch, POOR) for _ in range(8 * LONGEST_RETRY)) < 20 * TRIES
     for _ in range(80):
         costly.note(0.01, POOR, Promise(2.5, 1.5, 6))
     assert costly.pays(batch, POOR)
@@ -88,6 +89,7 @@ def bare(most: int = 15) -> Auto:
     auto._calibrations, auto._trees, auto.most = defaultdict(Calibration), [], most
     auto._scored, auto._kept = Counter(), Counter()
     auto.cheap, auto.other, auto.name, auto._sent, auto._lesson = {}, None, "", None, None
+    auto._together = Usual()
     auto.costly, auto.unseen, auto.guided, auto.vocabulary = Costly(), None, True, 99
     return auto
 
@@ -191,7 +193,7 @@ def test_what_is_proposed_claims_what_it_is_worth() -> None:
 def test_a_number_that_is_asked_for_is_no_matter_of_what_pays() -> None:
     auto, other = bare(), Noting()
     auto.other, auto.name, batch = other, "costly", a_batch()
-    for _ in range(TRIES):
+    for _ in range(AT_FIRST):
         auto.costly.note(5.0, Promise(1.0, 0.0, 1), Promise(1.0, 0.0, 1))
     assert auto.propose(batch) is None and not other.told
     auto.guided = False
@@ -242,7 +244,7 @@ def test_trees_nobody_sees_are_sent_where_most_of_them_turned_out_well() -> None
         unseen.note_others(POOR)
     assert unseen.is_sent(batch)  # back to less than 2.6 in no time
     taken = [unseen.wins(batch, rich, 16) for _ in range(8 * LONGEST_RETRY)]
-    assert 1 <= sum(taken) < 20
+    assert TRIES <= sum(taken) < 20 * TRIES
     # Of four texts all tokens count, and all rows: 4 * 2.5 in 1.64 or 2.6, against 4.3.
     four = Batch((None,) * 4, (9,) * 4, None, "law", Price())  # type: ignore[arg-type]
     usual = Promise(4 * 1.2 / 1.12, 0.2, 3)

@@ -224,7 +224,8 @@ class Engine:
         """The drafter's guesses where it makes claims, and those of them, or of others, that are
         worth a pass. Whatever it does, the draft that comes out is sound."""
         able = self._faults < GIVE_UP_AFTER and any(batch.rooms)
-        self._asked = able and (not self._guided or self.policy.asks(len(batch.sequences)))
+        hope = getattr(self.drafter, "hope", None)
+        self._asked = able and (not self._guided or self.policy.asks(len(batch.sequences), hope))
         if not self._asked:
             return None, Draft.nothing(batch.roots)
         found: list[Draft | None] = [None]

@@ -20,6 +20,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from draftahead.promises import Offer
 from draftahead.rates import BINS, Calibration, Usual
 
 SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
@@ -198,24 +199,27 @@ class Policy:
     idle: int = 0  # steps since the drafter was last asked
     rested: bool = False  # it was not asked at the last step
 
-    def asks(self, texts: int) -> bool:
+    def asks(self, texts: int, hope: Offer | None = None) -> bool:
         """Whether to ask the drafter at all: not while the guard has it paused, nor where even its
-        usual guesses could not pay for their rows and its time; then only now and then."""
+        usual guesses could not pay for their rows and its time; then only now and then. `hope`:
+        what it could offer besides."""
         if self.guard.closed():
             self.tally.paused += 1
             return False
         self.idle += 1
-        if self.usual.known >= ENOUGH and self.idle < LOOK_IN and not self._could_pay(texts):
-            self.tally.hopeless += 1
-            return False
+        if self.usual.known >= ENOUGH and self.idle < LOOK_IN:
+            offers = [Offer(self.usual, self.costs.drafting), hope]
+            if not any(self._could_pay(texts, offer) for offer in offers if offer):
+                self.tally.hopeless += 1
+                return False
         self.idle = 0
         return True
 
-    def _could_pay(self, texts: int) -> bool:
+    def _could_pay(self, texts: int, offer: Offer) -> bool:
         tokens, plain = 1.0, self.costs.of(texts)
-        for width, worth in enumerate(self.usual.by_rank, start=2):
+        for width, worth in enumerate(offer.usual.by_rank, start=2):
             tokens += worth
-            if tokens * plain > self.costs.of(texts * width) + self.costs.drafting:
+            if tokens * plain > self.costs.of(texts * width) + offer.drafting:
                 return True
         return False
 

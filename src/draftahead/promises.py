@@ -6,10 +6,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from draftahead.rates import Usual
 from draftahead.types import Batch
 
 TRIES = 4  # texts after which a costly drafter is known well enough to be judged
-UNSEEN = 16  # and one that a device runs: there a step is short, and so are the first ones' hints
+AT_FIRST = 16  # and where the others know little: that is what it is there for
 RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
 RECENT = 0.1  # share of the newest step in what is thought of it
 HOPE = 1.3  # what the others must promise above it not to be sent: then one can still choose
@@ -25,22 +26,35 @@ class Promise(NamedTuple):
     width: int  # nodes a text
 
 
+class Offer(NamedTuple):
+    """Guesses that a drafter usually has, and the seconds it takes for them."""
+
+    usual: Usual
+    drafting: float
+
+
 @dataclass
 class Patience:
-    """How long one that did not pay is left alone: longer each time."""
+    """How long one that did not pay is left alone: longer each time. One try tells little: so when
+    it is time for another, then for a few."""
 
     retry: int = RETRY
     idle: int = 0
+    tries: int = 0  # left of the few
 
     def reset(self) -> None:
-        self.retry = RETRY
+        self.retry, self.tries = RETRY, 0
 
     def is_over(self) -> bool:
         """One more step without it; whether it is time for another try."""
+        if self.tries:
+            self.tries -= 1
+            return True
         self.idle += 1
         if self.idle < self.retry:
             return False
         self.idle, self.retry = 0, min(2 * self.retry, LONGEST_RETRY)
+        self.tries = TRIES - 1
         return True
 
 
@@ -77,7 +91,7 @@ class Costly:
     def pays(self, batch: Batch, others: Promise) -> bool:
         """Whether to ask now, beside what the others promise."""
         now = self.situations[kind_of(others)]
-        if batch.price is None or now.asked < TRIES:
+        if batch.price is None or now.asked < _tries(others):
             return True
         texts = len(batch.sequences)
         seconds = batch.price.of(round(texts * now.width)) + self.seconds
@@ -118,11 +132,12 @@ class Unseen(Costly):
 
     without: float = 0.0  # tokens a second that the others promise, lately
     patience: Patience = field(default_factory=Patience)
-    again: int = 0  # tries left, now that it is tried again
+    is_tried: bool = False  # once more, although it did not pay
 
     def is_sent(self, batch: Batch) -> bool:
         """Whether to send it off now."""
-        if batch.price is None or self.asked < UNSEEN:
+        self.is_tried = False
+        if batch.price is None or self.asked < AT_FIRST:
             return True
         texts = len(batch.sequences)
         # Where the others know little, which is where it is needed.
@@ -131,9 +146,8 @@ class Unseen(Costly):
         if HOPE * texts * (1 + usual.more) / seconds > self.without:
             self.patience.reset()
             return True
-        # One tree tells little: so when it is tried again, then a few times.
-        self.again = self.again - 1 if self.again else TRIES * self.patience.is_over()
-        return self.again > 0
+        self.is_tried = self.patience.is_over()
+        return self.is_tried
 
     def note_others(self, others: Promise) -> None:
         """At every step, whether it was sent off or not."""
@@ -143,8 +157,7 @@ class Unseen(Costly):
     def wins(self, batch: Batch, others: Promise, width: int) -> bool:
         """Whether its trees are taken, now that they are on their way."""
         now = self.situations[kind_of(others)]
-        tries = TRIES if kind_of(others) else UNSEEN
-        if batch.price is None or now.asked < tries or self.again:
+        if batch.price is None or now.asked < _tries(others) or self.is_tried:
             return True
         texts = len(batch.sequences)
         if texts * (1 + now.more) / batch.price.of(texts * width) > others.rate:
@@ -165,3 +178,7 @@ class Unseen(Costly):
 
 def kind_of(others: Promise) -> int:
     return int(min(others.gain, MUCH) / A_KIND)
+
+
+def _tries(others: Promise) -> int:
+    return TRIES if kind_of(others) else AT_FIRST

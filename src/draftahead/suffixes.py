@@ -192,6 +192,8 @@ def followers(
     total = max(1, text.count[state] - is_end)
     known = text.next[state].items()
     found = [(token, then, text.count[then] / total) for token, then in known if token != BREAK]
+    if len(found) == 1:  # as mostly
+        return found
     return heapq.nlargest(WIDEST, found, key=lambda item: item[2])
 
 

@@ -1,9 +1,10 @@
 """Several drafters behind one, each used where it is good.
 
-The cheap ones (`suffix`, `recycle`) are asked at every step, and their trees are laid over each
-other: what both propose is likelier, and what one is sure of leaves little for the other's guesses.
-A draft model is asked as well if one is given, else a trained head if one comes with the model:
-wherever its guesses have lately been worth the time it takes beyond what the cheap ones promise.
+The cheap ones (`suffix`, and `recycle` where there is no head) are asked at every step, and their
+trees are laid over each other: what both propose is likelier, and what one is sure of leaves little
+for the other's guesses. A draft model is asked as well if one is given, else a trained head if one
+comes with the model: wherever its guesses have lately been worth the time it takes beyond what the
+cheap ones promise.
 
 On a GPU a head grows its trees while the host asks the others, and nobody waits to lay them over
 each other: either its trees or theirs are scored.
@@ -21,8 +22,8 @@ from typing import Any, NamedTuple
 
 from draftahead.drafters import Drafter, Setting, build, check, positive, register
 from draftahead.errors import ConfigError, DrafterFaultWarning
-from draftahead.promises import Costly, Promise, Unseen
-from draftahead.rates import Calibration
+from draftahead.promises import TRIES, Costly, Offer, Promise, Unseen
+from draftahead.rates import Calibration, Usual
 from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 MOST = 15  # guesses to choose from
@@ -93,15 +94,22 @@ class Auto(Drafter):
         self._trees: list[list[Guess]] = []  # of the step under way, by row
         self._sent: Sent | None = None  # and what a device grows for it
         self._lesson: Lesson | None = None  # to be learnt while a device is busy
+        self._together = Usual()  # what trees were worth where the costly one was asked
+
+    @property
+    def hope(self) -> Offer | None:
+        """What the policy, who sees what is proposed mostly without it, cannot know."""
+        known = self.other is not None and self._together.known >= TRIES
+        return Offer(self._together, self.costly.seconds) if known else None
 
     def _place_head(self, setting: Setting, *, asked: bool) -> None:
-        if setting.device.type == "cpu":
-            return
-        if getattr(self.other, "ahead", False):
-            self.costly = self.unseen = Unseen()
-            del self.cheap["recycle"]  # it would have the device waited for, and knows less
-        elif not asked:
+        goes_ahead = bool(getattr(self.other, "ahead", False))
+        if setting.device.type != "cpu" and not goes_ahead and not asked:
             self.other = None  # level by level it would take longer than the target
+            return
+        del self.cheap["recycle"]  # what it knows a head knows better, and a row has its price
+        if goes_ahead:
+            self.costly = self.unseen = Unseen()
 
     # ------------------------------------------------------------------------------ proposing
 
@@ -123,6 +131,7 @@ class Auto(Drafter):
             drafts[self.name] = self._ask(self.name, self.other, batch)
             seconds = time.perf_counter() - start
             self._trees = self._merged(drafts, batch)
+            self._note_together(self._trees)
             self.costly.note(seconds, others, promised(self._trees, batch), len(batch.sequences))
         trees = [[(guess.token, guess.parent) for guess in tree] for tree in self._trees]
         if not any(trees):
@@ -225,10 +234,15 @@ class Auto(Drafter):
         worth = 0.0
         for row, said in enumerate(verdict.tokens):
             guesses = self._chosen(union({self.name: sent.draft}, row))
+            self._note_together([guesses])
             worth += sum(guess.worth for guess in guesses)
             self._note(guesses, said, len(verdict.paths[row]) - 1, sent.draft, row)
         seconds = sent.draft.growing.clock.laps()[0]
         self.unseen.note_worth(seconds, sent.others, worth / texts, width, texts)
+
+    def _note_together(self, trees: list[list[Guess]]) -> None:
+        for tree in trees:
+            self._together.note(sorted((guess.worth for guess in tree), reverse=True))
 
     def _note(
         self, tree: list[Guess], said: list[int], kept: int, draft: Draft | None, row: int

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from draftahead.heads.shortlist import Shortlist
+
 # Layer, queries [B, heads, N, width], keys, values [B, key heads, N, width] -> mixed values, as
 # the queries. Over which keys it looks besides these is the caller's affair.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -166,6 +168,7 @@ class EagleHead(nn.Module):
         self.tokens: Tensor
         self.register_buffer("tokens", torch.arange(config.draft_vocabulary))
         self.rotary = LlamaRotaryEmbedding(c)
+        self.shortlist: Shortlist | None = None  # for guesses from fewer bytes, on a CPU
 
     def feature(self, states: Tensor) -> Tensor:
         """The target's states [..., W, H'] -> what the layers go by, [..., H]."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from draftahead.errors import ConfigError, HeadMismatchError
+from draftahead.heads import shortlist
 from draftahead.heads.eagle import EagleConfig, EagleHead
 from draftahead.heads.files import config_beside, located, plain_state, tensors_in, write_tensors
 from draftahead.runtime.linear import rows_of
@@ -55,6 +56,7 @@ def load(source: str | Path, model: Any) -> EagleHead:
     if shares_rows:
         weights["lm_head.weight"] = head.lm_head.weight
     _fill(head, weights, folder)
+    head.shortlist = shortlist.load(folder, int(config.layer.hidden_size))
     head = head.to(device=model.device, dtype=model.dtype).eval()
     if shares_rows:
         head.lm_head = rows_of(model.get_output_embeddings(), head.tokens)
@@ -174,6 +176,8 @@ def save(
         weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool)
         weights["t2d"][tokens] = True
     write_tensors(weights, folder / WEIGHTS[0])
+    if head.shortlist is not None:
+        shortlist.save(head.shortlist, folder)
     config = json.dumps(_written_config(head.config, target, guesses), indent=1)
     (folder / "config.json").write_text(config + "\n", "utf-8")
 

@@ -14,9 +14,9 @@ from draftahead.runtime.gpu_head import Entrance, GpuHead
 from draftahead.runtime.shape import LINEARS, LayerParts, LlamaShape, NotThisShapeError
 
 
-def cpu_kernels(shape: LlamaShape, cache: KVCache) -> CpuHead | None:
+def cpu_kernels(head: EagleHead, shape: LlamaShape, cache: KVCache) -> CpuHead | None:
     try:
-        return CpuHead(shape, cache)
+        return CpuHead(shape, cache, head.shortlist)
     except NotThisShapeError:
         return None
 

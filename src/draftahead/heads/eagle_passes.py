@@ -49,7 +49,7 @@ class HeadPasses:
         length = target.max_context + max(nodes, 2 * AT_ONCE)  # a pass may be padded
         self.cache = KVCache(shapes, rows, length, kind, self.device)
         shape = shape_of(head)
-        self._kernels = cpu_kernels(shape, self.cache) if is_rounded else None
+        self._kernels = cpu_kernels(head, shape, self.cache) if is_rounded else None
         self._tenants = Tenants(self.cache)
         own = getattr(head, "embed_tokens", None)
         self._embed = target.model.get_input_embeddings() if own is None else own

@@ -43,6 +43,13 @@ class Layer(ctypes.Structure):
     )
 
 
+class Shortlist(ctypes.Structure):
+    _fields_ = (
+        *((name, Weights) for name in ("sight", "preview", "rows")),
+        ("least", ctypes.c_int64),
+    )
+
+
 class Model(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.c_void_p),
@@ -63,6 +70,7 @@ class Model(ctypes.Structure):
         ),
         ("final_norm", ctypes.c_void_p),
         ("head", Weights),
+        ("shortlist", ctypes.c_void_p),
         ("eps", ctypes.c_float),
         ("unused", ctypes.c_float),
     )

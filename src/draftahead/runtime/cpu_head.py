@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftahead.kvcache import KVCache
 from draftahead.runtime import build
-from draftahead.runtime.cpu import MOST_ROWS, TOP, Nodes, bound
+from draftahead.runtime.cpu import MOST_ROWS, TOP, Nodes, Shortlist, bound
+from draftahead.runtime.linear import Int8Linear, describe, unpacked
 from draftahead.runtime.shape import LlamaShape
+
+STRETCHES = 128  # of 32 tokens each: the best of at least so many are looked at
 
 
 class Growth(ctypes.Structure):
@@ -53,12 +56,34 @@ class Grown(NamedTuple):
     claims: list[list[float]]
 
 
+# An output h is about `span.T @ sight @ h`, both [directions, H]: see heads/shortlist.py.
+Directions = tuple[Tensor, Tensor]
+
+
 class CpuHead:
     """`shape` without an embedding and a rotation, bound to a cache."""
 
-    def __init__(self, shape: LlamaShape, cache: KVCache) -> None:
+    def __init__(
+        self, shape: LlamaShape, cache: KVCache, directions: Directions | None = None
+    ) -> None:
+        """With `directions`, logits are rough but for the largest, and take less time."""
         self._kernels, self._layers, self._model = bound(shape, cache)
-        self._held = shape, cache  # whose addresses these are
+        self._held: list[Any] = [shape, cache]  # whose addresses these are
+        room = shape.heads * shape.width  # for directions, while a pass is under way
+        if type(shape.head) is Int8Linear and directions and len(directions[0]) <= room:
+            self._shorten(shape.head, *directions)
+
+    def _shorten(self, whole: Int8Linear, sight_: Tensor, span: Tensor) -> None:
+        sight = _linear(sight_, None)
+        preview = Int8Linear(_linear(whole.dequantized() @ span.T, whole.bias))
+        rows, scales = (
+            unpacked(part, whole.out_features).contiguous() for part in (whole.weight, whole.scales)
+        )
+        exact = describe(whole)
+        exact.data, exact.scales = rows.data_ptr(), scales.data_ptr()
+        shortlist = Shortlist(describe(sight), describe(preview), exact, STRETCHES)
+        self._model.shortlist = ctypes.addressof(shortlist)
+        self._held += [sight, preview, rows, scales, shortlist]
 
     def takes(self, texts: int, nodes: int, block: int) -> bool:
         return texts * nodes <= MOST_ROWS and block <= MOST_ROWS
@@ -154,3 +179,11 @@ class CpuHead:
             trees.append(list(zip(said[part], above[part], strict=True)))
             claims.append(likely[part])
         return Grown(int(levels), trees, claims)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    found = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    found.weight = nn.Parameter(weight.float().contiguous(), requires_grad=False)
+    if bias is not None:
+        found.bias = nn.Parameter(bias, requires_grad=False)
+    return found

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from draftahead.heads import eagle_files
 from draftahead.heads.eagle import EagleHead
+from draftahead.heads.shortlist import fitted
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.loop import Acceptance
 from draftahead.train.losses import law_over, side_by_side, soft_cross_entropy, walked
@@ -55,6 +56,7 @@ class EagleTask:
         self._rows = model.get_output_embeddings().weight.detach()[head.tokens]
         head.lm_head.weight.requires_grad_(train_vocabulary)
         self._trains_vocabulary, self._name = train_vocabulary, name
+        self._moments: Tensor | None = None  # of the outputs, as last evaluated
 
     def loss(self, block: Block) -> Tensor:
         chains = Chains(block, self._depth)
@@ -72,18 +74,24 @@ class EagleTask:
         """Exact for greedy text, and without drafting: guesses after a right prefix of the text are
         those a drafter would make there."""
         found: list[tuple[Tensor, list[int]]] = []
+        moments = Moments()
         for block in self._held_out.once():
             chains = Chains(block, self._depth)
             hits = []
             for depth, hidden in enumerate(chains.outputs(self.head, self._embed)):
-                guess = self.head.tokens[self.head.logits(hidden).argmax(-1)]
+                spoken = self.head.spoken(hidden)
+                moments.add(spoken)
+                guess = self.head.tokens[self.head.lm_head(spoken).argmax(-1)]
                 hit = guess == block.tokens[:, chains.first + 2 + depth :]
                 hits.append(hit)
             hits += [hits[0][:, :0]] * (self._depth - len(hits))
             found.append((side_by_side(hits).cpu(), block.learnt.sum(1).tolist()))
+        self._moments = moments.mean()
         return walked(found)
 
     def save(self, folder: Path) -> None:
+        if self._moments is not None:
+            self.head.shortlist = fitted(self._moments, self.head.lm_head.weight.float())
         eagle_files.save(
             self.head,
             folder,
@@ -91,6 +99,24 @@ class EagleTask:
             target=self._name,
             guesses=self._depth,
         )
+
+
+class Moments:
+    """The mean of h h' over vectors h."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._count = 0
+
+    def add(self, vectors: Tensor) -> None:
+        """Of [..., H]."""
+        flat = vectors.flatten(0, -2).float()
+        now = flat.T @ flat
+        self._total = now if self._total is None else self._total + now
+        self._count += len(flat)
+
+    def mean(self) -> Tensor | None:
+        return None if self._total is None else self._total / max(1, self._count)
 
 
 class Chains:

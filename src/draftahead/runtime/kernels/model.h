@@ -19,11 +19,20 @@ struct Layer {
   float unused;
 };
 
+// See shortlist.h.
+struct Shortlist {
+  Weights sight;    // float32 [directions][hidden]
+  Weights preview;  // int8 [vocabulary][directions]
+  Weights rows;     // int8 [vocabulary][hidden], not in panels, and its scales likewise
+  int64_t least;    // stretches of the vocabulary of which something is computed as it is
+};
+
 struct Model {
   const Layer* layers;
   int64_t layer_count, hidden, heads, key_heads, width, inner, length, activation;
   const float* final_norm;
   Weights head;
+  const Shortlist* shortlist;  // in place of the head, or null
   float eps;
   float unused;
 };

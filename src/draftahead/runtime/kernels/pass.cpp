@@ -11,6 +11,7 @@
 #include "grow.h"
 #include "linear.h"
 #include "model.h"
+#include "shortlist.h"
 
 namespace {
 
@@ -196,12 +197,25 @@ void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
       for (int64_t r = 0; r < count; r++)
         rms_norm(p->x + r * m->hidden, m->final_norm, m->eps, m->hidden, mine.norm + r * m->hidden);
       show(*m, *p, count, m->layer_count, mine.norm);
-      Rows rows = mine.rows_for(m->head, mine.norm, count);
-      linear_shared(m->head, rows, count, p->logits, Then::Store);
+      const Shortlist* s = m->shortlist;
+      const float* sight = mine.norm;
+      if (s) {
+        linear_shared(s->sight, mine.rows_for(s->sight, mine.norm, count), count, b.q, Then::Store);
+        b.barrier->wait();
+        sight = b.q;
+      }
+      const Weights& head = s ? s->preview : m->head;
+      linear_shared(head, mine.rows_for(head, sight, count), count, p->logits, Then::Store);
       b.barrier->wait();
       int64_t from, to;
       share(count, 1, from, to);
-      for (int64_t r = from; r < to; r++) top_of(p->logits + r * m->head.out, m->head.out, p->top + r * TOP);
+      Rows rows = {};
+      if (s && from < to) rows = mine.rows_for(s->rows, mine.norm, count);
+      for (int64_t r = from; r < to; r++) {
+        float* logits = p->logits + r * m->head.out;
+        if (s) sharpen(*s, rows, r, logits);
+        top_of(logits, m->head.out, p->top + r * TOP);
+      }
     }
   }
   delete b.barrier;

@@ -1,0 +1,67 @@
+"""Which tokens are worth a look, from a fraction of the vocabulary's bytes.
+
+A head's outputs fill few of the directions they could. Through those alone (a quarter of all) a row
+of the vocabulary tells roughly how likely its token is, and only the likeliest are computed as they
+are (after SVD-softmax, Shim et al., NeurIPS 2017; there by the directions of the rows, here also by
+those of the outputs). It lies in a file beside the head: to others it is a head like any.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftahead.errors import ConfigError
+from draftahead.heads.files import tensors_in, write_tensors
+
+FILE = "shortlist.safetensors"
+STEP = 64  # directions are a multiple of it
+SHARE = 4  # of all directions, one in so many
+SMOOTHING = 1e-3  # of the outputs' usual size, for directions that were never seen
+
+
+class Shortlist(NamedTuple):
+    """An output h is about `span.T @ sight @ h`."""
+
+    sight: Tensor  # [directions, H]
+    span: Tensor  # [directions, H]
+
+
+def fitted(moments: Tensor, rows: Tensor) -> Shortlist | None:
+    """`moments` [H, H]: the mean of h h' over outputs h, as the vocabulary's `rows` [V, H] take
+    them. The best there is for logits of such outputs. None where there are few directions."""
+    hidden = len(moments)
+    directions = STEP * round(hidden / SHARE / STEP)
+    if not directions:
+        return None
+    usual = moments.diagonal().mean()
+    seen = moments.double() + SMOOTHING * usual * torch.eye(hidden, device=moments.device)
+    size, turn = torch.linalg.eigh(seen)
+    root, inverse = (turn * size**power @ turn.T for power in (0.5, -0.5))
+    apart = (rows - rows.mean(0)).double() @ root  # what all logits share tells nothing
+    best = torch.linalg.eigh(apart.T @ apart)[1][:, -directions:].flip(1)
+    return Shortlist((inverse @ best).T.float(), (root @ best).T.float())
+
+
+def save(shortlist: Shortlist, folder: Path) -> None:
+    write_tensors(shortlist._asdict(), folder / FILE)
+
+
+def load(folder: Path, hidden: int) -> Shortlist | None:
+    """What lies beside a head of this width, if something does."""
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    held = tensors_in(file, list)
+    try:
+        found = Shortlist(**held)
+    except TypeError:
+        raise ConfigError(f"{file} holds {', '.join(held)}, and no shortlist: remove it") from None
+    shape = found.sight.shape
+    fits = len(shape) == 2 and shape == found.span.shape and shape[1] == hidden
+    if not fits or shape[0] % STEP or not all(part.isfinite().all() for part in found):
+        raise ConfigError(f"{file} is not of a head of width {hidden}: remove it, or train again")
+    return Shortlist(found.sight.float(), found.span.float())

@@ -1,0 +1,141 @@
+"""Logits from a fraction of the vocabulary's bytes: rough but for those that count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zoo
+from draftahead import LLM, Sampling
+from draftahead.errors import ConfigError, ModelNotFoundError
+from draftahead.heads import eagle_files, shortlist
+from draftahead.heads.eagle import EagleHead, new_head
+from draftahead.heads.eagle_kernels import shape_of
+from draftahead.kvcache import KVCache, LayerShape
+from draftahead.runtime import build
+from draftahead.runtime.cpu_head import STRETCHES, CpuHead
+from draftahead.runtime.linear import round_linears
+from draftahead.train.eagle import Moments
+
+WORDS, WIDTH = 9_001, 256
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=None,
+    )
+    torch.manual_seed(4)
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def head(model: Any) -> EagleHead:
+    torch.manual_seed(5)
+    return new_head(model, torch.arange(WORDS), depths=(1, 2), inner=128).requires_grad_(False)
+
+
+def outputs(count: int, directions: int = 24) -> torch.Tensor:
+    """Vectors that fill few of the directions they could."""
+    torch.manual_seed(6)
+    filled = torch.randn(directions, WIDTH)
+    return torch.randn(count, directions) @ filled
+
+
+def moments_of(vectors: torch.Tensor) -> torch.Tensor:
+    moments = Moments()
+    for part in vectors.split(100):
+        moments.add(part[None])
+    found = moments.mean()
+    assert found is not None
+    assert torch.allclose(found, vectors.T @ vectors / len(vectors), atol=1e-4)
+    return found
+
+
+def test_outputs_are_seen_through_the_directions_they_fill(head: EagleHead) -> None:
+    """And not through as many others; nor by those in which rows alone differ most."""
+    rows, known, new = head.lm_head.weight, *outputs(600).split(300)
+    found = shortlist.fitted(moments_of(known), rows)
+    assert found is not None
+    assert found.sight.shape == found.span.shape == (64, WIDTH)
+    exact, rough = new @ rows.T, new @ found.sight.T @ found.span @ rows.T
+    assert (exact - rough).norm() < 0.05 * exact.norm()
+    turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0][:, :64]
+    assert (exact - new @ turn @ turn.T @ rows.T).norm() > 0.5 * exact.norm()
+    assert shortlist.fitted(torch.eye(64), torch.randn(9, 64)) is None
+
+
+def test_the_likeliest_are_computed_as_they_are(head: EagleHead) -> None:
+    """The same logits as without, for all that come near the best; the others are near enough."""
+    if build.library() is None:
+        pytest.skip("no compiler")
+    round_linears(head)
+    shape, states = shape_of(head), 3 * outputs(4)
+    found = shortlist.fitted(moments_of(outputs(600)), head.lm_head.dequantized())
+    assert found is not None
+    both, after = [], []
+    for directions in (None, found):
+        cache = KVCache([LayerShape(2, 64, 2, 64)], 1, 32, torch.float32, torch.device("cpu"))
+        kernels = CpuHead(shape, cache, directions)
+        x, seen = states[None].clone(), torch.zeros(1, 4, 2 * WIDTH)
+        turns = torch.ones(1, 4, 64), torch.zeros(1, 4, 64)
+        chain = {"depths": [[0, 1, 2, 3]], "ancestors": [[1, 3, 7, 15]]}
+        both.append(kernels.run(x, seen, turns, first=0, lengths=[0], **chain)[0])  # type: ignore[arg-type]
+        after.append(x)
+    assert torch.equal(*after)
+    whole, short = both
+    assert torch.equal(whole.topk(4).indices, short.topk(4).indices)
+    right = (whole - short).abs() < 1e-4 * whole.abs().max()
+    for row in range(4):
+        assert STRETCHES <= int(right[row].sum()) < WORDS // 3
+        assert right[row][whole[row].topk(40).indices].all()
+    assert (whole - short).norm() < 0.2 * whole.norm()
+
+
+def test_a_head_keeps_its_shortlist(model: Any, head: EagleHead, tmp_path: Path) -> None:
+    """In a file of its own: the head's is as before. Texts are the target's, as always."""
+    eagle_files.save(head, tmp_path / "without", with_vocabulary=False)
+    assert eagle_files.load(tmp_path / "without", model).shortlist is None
+    head.shortlist = shortlist.fitted(moments_of(outputs(600)), head.lm_head.weight)
+    eagle_files.save(head, tmp_path / "with", with_vocabulary=False)
+    same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert same[0] == same[1]
+    again = eagle_files.load(tmp_path / "with", model).shortlist
+    assert again is not None and head.shortlist is not None
+    assert all(torch.equal(one, other) for one, other in zip(again, head.shortlist, strict=True))
+    prompts, sampling = zoo.ragged_prompts(3), Sampling(temperature=0, max_tokens=12)
+    plain = LLM(model, "none").generate(prompts, sampling)
+    for options in ({}, {"num_speculative_tokens": 3}, {"tree": 9}):
+        config = {"method": "eagle", "model": str(tmp_path / "with"), **options}
+        drafted = LLM(model, config, max_batch=2).generate(prompts, sampling)
+        assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+
+
+def test_a_shortlist_of_something_else_is_refused(head: EagleHead, tmp_path: Path) -> None:
+    assert shortlist.load(tmp_path, WIDTH) is None
+    found = shortlist.fitted(moments_of(outputs(600)), head.lm_head.weight)
+    assert found is not None
+    shortlist.save(found, tmp_path)
+    with pytest.raises(ConfigError, match="not of a head of width 64: remove it, or train again"):
+        shortlist.load(tmp_path, 64)
+    shortlist.save(found._replace(span=found.span * torch.nan), tmp_path)
+    with pytest.raises(ConfigError, match="not of a head of width 256"):
+        shortlist.load(tmp_path, WIDTH)
+    file = tmp_path / shortlist.FILE
+    shortlist.write_tensors({"sight": found.sight}, file)
+    with pytest.raises(ConfigError, match="holds sight, and no shortlist"):
+        shortlist.load(tmp_path, WIDTH)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ModelNotFoundError, match="damaged"):
+        shortlist.load(tmp_path, WIDTH)
