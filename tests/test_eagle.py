@@ -15,7 +15,7 @@ import drafted
 import zoo
 from draftahead import LLM, Sampling, errors, tree
 from draftahead.drafters.eagle import Eagle
-from draftahead.heads.eagle import EagleConfig, EagleHead, new_head
+from draftahead.heads.eagle import EagleConfig, EagleHead, RMSNorm, new_head
 from draftahead.runtime import build
 
 GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
@@ -87,6 +87,8 @@ def made(
     for name, value in flags.items():
         setattr(head.config, name, value)
     head.layers[0]._norms_residual = head.config.norm_before_residual  # the only one that asks
+    if head.config.norm_before_fuse:
+        head.input_norm = RMSNorm(2 * 64, 1e-6)
     with torch.no_grad():
         for weight in head.parameters():
             if weight.ndim == 1:  # no norm is like another
@@ -274,14 +276,18 @@ def test_the_head_computes_what_published_heads_do(norms_residual: bool) -> None
 @pytest.mark.parametrize("rooms", [[9, 9, 9], [9, 1, 0], [2, 9, 3]])
 @pytest.mark.parametrize(
     ("sure", "flags"),
-    [(1.0, {}), (3.0, {"norm_output": True}), (6.0, {"norm_before_residual": False})],
+    [
+        (1.0, {"norm_each": False}),
+        (3.0, {"norm_output": True}),
+        (6.0, {"norm_before_residual": False, "norm_each": False, "norm_before_fuse": True}),
+    ],
     ids=["wide", "deep", "deeper"],
 )
 @torch.inference_mode()
 def test_trees_grown_by_the_kernels_are_the_growers(
     sure: float, flags: dict[str, bool], rooms: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Node by node, and nothing of the text's own pairs is touched."""
+    """Node by node, behind as many pairs as each text lacks, which are read as well."""
     _, llm, drafter = made(True, monkeypatch, sure=sure, **flags)
     for prompt in zoo.ragged_prompts(3):
         llm.engine.add(llm._request(prompt, GREEDY))
@@ -292,10 +298,16 @@ def test_trees_grown_by_the_kernels_are_the_growers(
     roots = drafter.passes._roots
     cache = drafter.passes.cache
     before = [cache.keys[0][row, :, : root + 1].clone() for row, root in enumerate(roots)]
+    for row, lacking in enumerate((3, 1, 2)):
+        del cache.contents[row][-lacking:]
+        cache.keys[0][row, :, len(cache.contents[row]) :] = 0
     kernels, told = drafter.passes._kernels, list[Any]()
     grow = kernels.grow
     monkeypatch.setattr(kernels, "grow", lambda *a, **k: told.append(grow(*a, **k)) or told[0])
-    ours = drafter.passes.grown(batch, drafter.grower, rooms)
+    ours = drafter.passes.grown(batch, [True] * 3, drafter.grower, rooms)
+    assert [len(held) - 1 for held in cache.contents] == roots
+    for row, root in enumerate(roots):
+        assert torch.allclose(cache.keys[0][row, :, : root + 1], before[row], atol=1e-5)
     logits, levels = drafter.passes.logits[:, 0], drafter.grower.levels
     theirs = drafter.grower.grow(batch, logits, drafter._expand, rooms, drafter._spoken)
     assert told[0].levels == drafter.grower.levels - levels
@@ -304,9 +316,7 @@ def test_trees_grown_by_the_kernels_are_the_growers(
         assert (max(max(tree.depths(row)) for row in ours.above) == 8) == (sure > 1)
     assert (ours.sizes, ours.rows, ours.above) == (theirs.sizes, theirs.rows, theirs.above)
     for one, other in zip(ours.claims or [], theirs.claims or [], strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
-    for row, root in enumerate(roots):
-        assert torch.equal(cache.keys[0][row, :, : root + 1], before[row])
+        assert one == pytest.approx(other, rel=1e-3)
 
 
 @pytest.mark.parametrize("odd", [torch.inf, torch.nan])
@@ -318,9 +328,8 @@ def test_logits_that_are_no_numbers_make_no_guesses(
     llm.engine.add(llm._request(zoo.ragged_prompts(1)[0], GREEDY))
     llm.engine._admit()
     batch = llm.engine._batch()
-    drafter.passes.catch_up(batch.sequences, [True])
-    drafter.passes.logits[0, 0, 7] = odd
-    assert drafter.passes.grown(batch, drafter.grower, [9]) is None
+    drafter.head.norm.weight[5] = odd
+    assert drafter.passes.grown(batch, [True], drafter.grower, [9]) is None
 
 
 @torch.inference_mode()
@@ -329,11 +338,10 @@ def test_a_tree_ends_where_a_level_would_not_pay(monkeypatch: pytest.MonkeyPatch
     llm.engine.add(llm._request(zoo.ragged_prompts(1)[0], GREEDY))
     llm.engine._admit()
     batch = llm.engine._batch()
-    drafter.passes.catch_up(batch.sequences, [True])
     sizes = []
     for seconds in (0.0, 1e9):
         monkeypatch.setattr(drafter.grower, "level_seconds", seconds)
-        draft = drafter.passes.grown(batch, drafter.grower, [9])
+        draft = drafter.passes.grown(batch, [True], drafter.grower, [9])
         assert draft is not None
         sizes.append(draft.sizes[0])
     assert sizes[0] > sizes[1] == 1 + 4  # the root's children cost nothing more

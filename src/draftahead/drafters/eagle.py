@@ -83,10 +83,10 @@ class Eagle(Drafter):
 
     @build.one_thread()
     def _grown_here(self, batch: Batch, able: list[bool], rooms: list[int]) -> Draft | None:
+        if self.guided and self.passes.grows(batch, self.grower):
+            return self.passes.grown(batch, able, self.grower, rooms)
         self.passes.catch_up(batch.sequences, able)
         logits = self.passes.logits[:, 0]
-        if self.guided and self.passes.grows(batch, self.grower):
-            return self.passes.grown(batch, self.grower, rooms)
         if self.guided:
             return self.grower.grow(batch, logits, self._expand, rooms, self._spoken)
         if self.tree is not None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftahead.heads.eagle import EagleHead
 from draftahead.kvcache import KVCache
+from draftahead.runtime import cpu_head
 from draftahead.runtime.cpu_head import CpuHead
 from draftahead.runtime.gpu_head import Entrance, GpuHead
-from draftahead.runtime.shape import LINEARS, LayerParts, LlamaShape, NotThisShapeError
+from draftahead.runtime.linear import fits
+from draftahead.runtime.shape import (
+    LINEARS,
+    LayerParts,
+    LlamaShape,
+    NotThisShapeError,
+    is_plain,
+)
 
 
 def cpu_kernels(head: EagleHead, shape: LlamaShape, cache: KVCache) -> CpuHead | None:
@@ -21,21 +29,37 @@ def cpu_kernels(head: EagleHead, shape: LlamaShape, cache: KVCache) -> CpuHead |
         return None
 
 
+def cpu_entrance(
+    head: EagleHead, embed: Any, turns: list[Tensor], whole: bool
+) -> cpu_head.Entrance | None:
+    """How it takes in states and tokens, where the CPU kernels can do that by themselves."""
+    fused, first = _fusing(head), list[Any](head.layers)[0]
+    near = type(embed) is nn.Embedding and is_plain(embed.weight, torch.float32, "cpu")
+    if fused is None or not near or not fits(head.fc):
+        return None
+    return cpu_head.Entrance(
+        head.fc,
+        *fused,
+        embed.weight,
+        first.input_layernorm.weight,
+        first.hidden_norm.weight,
+        head.config.norm_before_residual,
+        head.config.norm_output,
+        turns[0],
+        turns[1],
+        None if whole else head.tokens,
+    )
+
+
 def gpu_kernels(
     head: EagleHead, shape: LlamaShape, cache: KVCache, embed: Any, turns: list[Tensor], whole: bool
 ) -> GpuHead | None:
-    c, first = head.config, list[Any](head.layers)[0]
-    norm, norms = "none", head.norm.weight.new_ones(len(c.depths), c.target_hidden)
-    if c.norm_each:
-        norm, norms = "each", torch.stack([one.weight for one in list[Any](head.fc_norm)])
-    elif c.norm_before_fuse:
-        norm, norms = "all", head.input_norm.weight.view_as(norms)
-    if c.norm_each and c.norm_before_fuse:
+    fused, c, first = _fusing(head), head.config, list[Any](head.layers)[0]
+    if fused is None:
         return None
     entrance = Entrance(
         head.fc,
-        norm,
-        norms.detach(),
+        *fused,
         embed,
         first.input_layernorm.weight,
         first.hidden_norm.weight,
@@ -47,6 +71,20 @@ def gpu_kernels(
         return GpuHead(shape, cache, entrance, (turns[0], turns[1]))
     except NotThisShapeError:
         return None
+
+
+def _fusing(head: EagleHead) -> tuple[str, Tensor] | None:
+    """How states are normed before they are fused, and the weights of that [states, H']."""
+    c = head.config
+    none = head.norm.weight.new_ones(len(c.depths), c.target_hidden)
+    if c.norm_each and c.norm_before_fuse:
+        return None
+    if c.norm_each:
+        norms = [one.weight for one in list[Any](head.fc_norm)]
+        return "each", torch.stack(norms).detach()
+    if c.norm_before_fuse:
+        return "all", head.input_norm.weight.detach().view_as(none)
+    return "none", none
 
 
 def shape_of(head: EagleHead) -> LlamaShape:

@@ -8,26 +8,24 @@ place of states, and are forgotten at the next step.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftahead import attention, tree
 from draftahead.drafts import Growing
 from draftahead.growth import CHILDREN, LEAST, Grower
 from draftahead.heads.eagle import EagleHead
-from draftahead.heads.eagle_kernels import cpu_kernels, gpu_kernels, shape_of
+from draftahead.heads.eagle_kernels import cpu_entrance, cpu_kernels, gpu_kernels, shape_of
 from draftahead.kvcache import CacheWindow, KVCache, LayerShape, Tenants, rows_from
 from draftahead.passes import PREFILL_CHUNK, CachedModel
 from draftahead.runtime import build
 from draftahead.runtime.clocks import KnownTimes
-from draftahead.runtime.cpu_head import Entrance
+from draftahead.runtime.cpu_head import Entrance, Pairs
 from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.gpu_head import GpuHead, Plan
 from draftahead.runtime.linear import round_linears
-from draftahead.runtime.shape import is_plain
 from draftahead.sampling import Context, placed, target_key
 from draftahead.types import Batch, Draft, Sequence
 
@@ -56,9 +54,7 @@ class HeadPasses:
         places = torch.arange(length, device=self.device)[None]
         turns = head.rotary(head.norm.weight[None], places)
         self._turns = [turn[0].contiguous() for turn in turns]  # [length, width]
-        # Whether our kernels can look up embeddings by themselves.
         embed: Any = self._embed
-        self._is_near = type(embed) is nn.Embedding and is_plain(embed.weight, torch.float32, "cpu")
         whole = len(head.tokens) == target.vocabulary
         self._gpu: GpuHead | None = None
         self._times = KnownTimes()
@@ -68,18 +64,9 @@ class HeadPasses:
         if self.device.type == "cuda":
             self._gpu = gpu_kernels(head, shape, self.cache, embed, self._turns, whole)
             self._fill = RecordedFill("the head", self._fill_pass, self.cache)
-        if self._kernels is not None and self._is_near:
-            first: Any = head.layers[0]
-            self._entrance = Entrance(
-                embed.weight,
-                first.input_layernorm.weight,
-                first.hidden_norm.weight,
-                head.config.norm_before_residual,
-                head.config.norm_output,
-                self._turns[0],
-                self._turns[1],
-                None if whole else head.tokens,
-            )
+        self._entrance: Entrance | None = None
+        if self._kernels is not None:
+            self._entrance = cpu_entrance(head, embed, self._turns, whole)
         # Of the trees under way: their nodes, what became of them, and where their roots lie.
         self._tokens: list[list[int]] = []
         self._above: list[list[int]] = []
@@ -248,16 +235,22 @@ class HeadPasses:
             return False
         return self._gpu.takes(len(batch.sequences), plan)
 
-    def grown(self, batch: Batch, grower: Grower, rooms: list[int]) -> Draft | None:
-        """What `grower` would grow, in one call of our kernels; for greedy texts without
-        processors, whose guesses depend on the logits alone."""
-        assert self._kernels is not None
-        start = time.perf_counter()
+    def grown(
+        self, batch: Batch, able: list[bool], grower: Grower, rooms: list[int]
+    ) -> Draft | None:
+        """What `catch_up` feeds and `grower` would grow then, in one call of our kernels; for
+        greedy texts without processors, whose guesses depend on the logits alone."""
+        states = self.target.cache.states
+        assert self._kernels is not None and self._entrance is not None and states is not None
+        most = min(AT_ONCE, CPU_CHUNK // len(batch.sequences))
+        held, pending = self.cache.contents, self._lacking(batch.sequences, able, most)
+        self.target.cache.settle()
+        for row, tokens in enumerate(pending):
+            held[row].extend(tokens)
         found = self._kernels.grow(
             self._entrance,
-            self._outputs[:, 0],
-            self.logits[:, 0],
-            bases=self._roots,
+            Pairs(states, self.target.places(self.head.config.depths), pending),
+            bases=[len(row) - 1 for row in held[: len(pending)]],
             rooms=rooms,
             deepest=grower.deepest,
             a_level=grower.a_level,
@@ -266,7 +259,7 @@ class HeadPasses:
             enough=grower.enough(batch),
         )
         if found.levels:
-            grower.note_level((time.perf_counter() - start) / found.levels)
+            grower.note_level(found.seconds / found.levels)
         if found.levels < grower.deepest - 1:
             grower.stopped_early()
         if not any(found.trees):
@@ -277,7 +270,7 @@ class HeadPasses:
         """Whether `grown` can do it."""
         plain = all(s.sampling.greedy and not s.has_processors for s in batch.sequences)
         nodes = len(batch.sequences) * grower.a_level
-        return plain and self._kernels is not None and nodes <= CPU_CHUNK and self._is_near
+        return plain and self._entrance is not None and nodes <= CPU_CHUNK
 
     # ---------------------------------------------------------------------------------- the pass
 

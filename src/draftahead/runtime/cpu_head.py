@@ -7,6 +7,7 @@ as is what its residual starts from.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -16,10 +17,26 @@ from torch import Tensor, nn
 from draftahead.kvcache import KVCache
 from draftahead.runtime import build
 from draftahead.runtime.cpu import MOST_ROWS, TOP, Nodes, Shortlist, bound
-from draftahead.runtime.linear import Int8Linear, describe, unpacked
+from draftahead.runtime.linear import Int8Linear, Weights, describe, unpacked
 from draftahead.runtime.shape import LlamaShape
 
+NORMS = ("none", "each", "all")  # as in kernels/grow.h
 STRETCHES = 128  # of 32 tokens each: the best of at least so many are looked at
+
+
+class PairsRead(ctypes.Structure):
+    """As Pairs in kernels/grow.h."""
+
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("slots", "stride", "parts", "width")),
+        ("places", ctypes.c_void_p),
+        ("norm", ctypes.c_int64),
+        ("norms", ctypes.c_void_p),
+        ("fuse", Weights),
+        ("most", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("counts", "tokens")),
+    )
 
 
 class Growth(ctypes.Structure):
@@ -31,15 +48,19 @@ class Growth(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bases", "rooms", "tokens", "embeddings")),
         *((name, ctypes.c_void_p) for name in ("embed_norm", "hidden_norm")),
         *((name, ctypes.c_int64) for name in ("norms_residual", "norms_output")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "root_outputs", "root_logits")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "pairs")),
         ("most", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("sizes", "said", "above", "likely")),
+        ("pairs_seconds", ctypes.c_double),
     )
 
 
 class Entrance(NamedTuple):
-    """How a head takes in a token and what it made of the one before."""
+    """How a head takes in the target's states, a token, and what it made of the one before."""
 
+    fuse: nn.Module
+    norm: str  # of the states: "each", "all" or "none"
+    norms: Tensor  # [states, H'] its weights
     embeddings: Tensor  # [target's vocabulary, H]
     embed_norm: Tensor
     hidden_norm: Tensor
@@ -50,8 +71,17 @@ class Entrance(NamedTuple):
     tokens: Tensor | None  # draft token -> the target's
 
 
+class Pairs(NamedTuple):
+    """What a head lacks of some texts."""
+
+    states: Tensor  # [rows, 1, slots, W * H'] of the target
+    places: tuple[int, ...]  # which of a token's states are fused
+    tokens: Seq[Seq[int]]  # a row each, each token beside the states before it; the root at the end
+
+
 class Grown(NamedTuple):
     levels: int
+    seconds: float  # of these levels, without the pairs
     trees: list[list[tuple[int, int]]]  # (token, parent), parents first; parent 0 is the root
     claims: list[list[float]]
 
@@ -124,8 +154,7 @@ class CpuHead:
     def grow(
         self,
         entrance: Entrance,
-        outputs: Tensor,
-        logits: Tensor,
+        pairs: Pairs,
         *,
         bases: Seq[int],
         rooms: Seq[int],
@@ -135,15 +164,33 @@ class CpuHead:
         least: float,
         enough: float,
     ) -> Grown:
-        """Trees below roots that lie in slots `bases`, of which the head made `outputs` [B, H] and
-        `logits` [B, D]: as growth.Grower grows them, for greedy texts."""
+        """Reads the pairs that are lacking, and grows trees below the last of each text, which lie
+        in slots `bases`: as growth.Grower grows them, for greedy texts."""
         texts, most = len(bases), 1 + children * (1 + a_level * deepest)
         slots, deep = (ctypes.c_int64 * texts)(*bases), (ctypes.c_int64 * texts)(*rooms)
         sizes = (ctypes.c_int64 * texts)()
         said, above = (ctypes.c_int64 * (texts * most))(), (ctypes.c_int64 * (texts * most))()
         likely = (ctypes.c_float * (texts * most))()
-        outputs, logits = outputs.contiguous(), logits.contiguous()
         tokens = entrance.tokens
+        width = max(map(len, pairs.tokens))
+        counts = (ctypes.c_int64 * texts)(*map(len, pairs.tokens))
+        padded = [token for row in pairs.tokens for token in [*row, *[0] * (width - len(row))]]
+        read = (ctypes.c_int64 * (texts * width))(*padded)
+        places = (ctypes.c_int64 * len(pairs.places))(*pairs.places)
+        lacking = PairsRead(
+            states=pairs.states.data_ptr(),
+            slots=pairs.states.shape[2],
+            stride=pairs.states.shape[3],
+            parts=len(places),
+            width=entrance.norms.shape[1],
+            places=ctypes.addressof(places),
+            norm=NORMS.index(entrance.norm),
+            norms=entrance.norms.data_ptr(),
+            fuse=describe(entrance.fuse),
+            most=width,
+            counts=ctypes.addressof(counts),
+            tokens=ctypes.addressof(read),
+        )
         arguments = Growth(
             rows=texts,
             deepest=deepest,
@@ -161,24 +208,24 @@ class CpuHead:
             norms_output=entrance.norms_output,
             cos=entrance.cos.data_ptr(),
             sin=entrance.sin.data_ptr(),
-            root_outputs=outputs.data_ptr(),
-            root_logits=logits.data_ptr(),
+            pairs=ctypes.addressof(lacking),
             most=most,
             sizes=ctypes.addressof(sizes),
             said=ctypes.addressof(said),
             above=ctypes.addressof(above),
             likely=ctypes.addressof(likely),
         )
-        model = ctypes.byref(self._model)
+        start, model = time.perf_counter(), ctypes.byref(self._model)
         levels = self._kernels.library.draftahead_grow(
             model, ctypes.byref(arguments), build.threads()
         )
+        seconds = time.perf_counter() - start - arguments.pairs_seconds
         trees, claims = [], []
         for row in range(texts):
             part = slice(row * most + 1, row * most + sizes[row])
             trees.append(list(zip(said[part], above[part], strict=True)))
             claims.append(likely[part])
-        return Grown(int(levels), trees, claims)
+        return Grown(int(levels), seconds, trees, claims)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

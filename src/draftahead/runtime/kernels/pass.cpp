@@ -222,15 +222,21 @@ void draftahead_pass(const Model* m, const Pass* p, int64_t threads) {
 }
 
 // Returns how many levels were computed. `m`: the head, over its own cache.
-int64_t draftahead_grow(const Model* m, const Growth* g, int64_t threads) {
+int64_t draftahead_grow(const Model* m, Growth* g, int64_t threads) {
   const int64_t hidden = m->hidden, width = m->width, spoken = m->head.out;
+  const double begin = omp_get_wtime();
+  std::vector<float> roots(g->rows * hidden), root_logits(g->rows * spoken);
+  read_pairs(*m, *g, threads, roots, root_logits);
+  g->pairs_seconds = omp_get_wtime() - begin;
   std::vector<Tree> trees(g->rows);
   for (int64_t r = 0; r < g->rows; r++) {
     Tree& tree = trees[r];
     tree.nodes.push_back({-1, -1, 0, 1.0f, -1});
     tree.expand(0);
-    tree.outputs.assign(g->root_outputs + r * hidden, g->root_outputs + (r + 1) * hidden);
-    if (g->rooms[r] > 0) branch(*g, spoken, g->root_logits + r * spoken, tree, 0);
+    float* out = roots.data() + r * hidden;
+    if (g->norms_output) rms_norm(out, m->final_norm, m->eps, hidden, out);
+    tree.outputs.assign(out, out + hidden);
+    if (g->rooms[r] > 0) branch(*g, spoken, root_logits.data() + r * spoken, tree, 0);
   }
   const int64_t most = g->rows * g->a_level;
   std::vector<float> x(most * hidden), seen(most * 2 * hidden), logits(most * spoken);
@@ -266,11 +272,7 @@ int64_t draftahead_grow(const Model* m, const Growth* g, int64_t threads) {
         const Node n = j < size ? tree.nodes[frontier[r][j]] : Node{0, 0, 1, 0, spare};
         which[t] = n.place;
         const float* before = tree.outputs.data() + tree.nodes[n.parent].place * hidden;
-        rms_norm(g->embeddings + n.token * hidden, g->embed_norm, m->eps, hidden,
-                 seen.data() + t * 2 * hidden);
-        float* normed = seen.data() + t * 2 * hidden + hidden;
-        rms_norm(before, g->hidden_norm, m->eps, hidden, normed);
-        std::copy_n(g->norms_residual ? normed : before, hidden, x.data() + t * hidden);
+        enter(*m, *g, n.token, before, seen.data() + t * 2 * hidden, x.data() + t * hidden);
         const int64_t at = g->bases[r] + n.depth;
         std::copy_n(g->cos + at * width, width, cos.data() + t * width);
         std::copy_n(g->sin + at * width, width, sin.data() + t * width);
