@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zoo
-from draftahead import LLM, Sampling
+from draftahead import LLM, DrafterFaultWarning, Sampling
 from draftahead.drafters import Drafter
 from draftahead.drafts import SURE, Growing
 from draftahead.heads.eagle import new_head
@@ -399,3 +399,28 @@ def test_what_always_takes_as_long_is_timed_now_and_then(monkeypatch: pytest.Mon
     assert all(after == 10 for _, after in found)
     assert len(made) == 3
     assert times.clock("another").laps() == []  # not known yet, and not measured
+
+
+class Moody(Clairvoyant):
+    """Right about everything, and in no mood to be asked about itself."""
+
+    guided = True
+
+    @property
+    def hope(self) -> Any:
+        raise RuntimeError("none")
+
+    def meanwhile(self) -> None:
+        raise RuntimeError("no time")
+
+
+@pytest.mark.usefixtures("generous_policy")
+def test_what_a_drafter_says_of_itself_costs_nobody_the_text(target: Any) -> None:
+    plain = LLM(target, "none", max_batch=2).generate(PROMPTS, GREEDY)
+    answers = {tuple(p): out.token_ids for p, out in zip(PROMPTS, plain, strict=True)}
+    llm = LLM(target, Moody(answers), max_batch=2)
+    llm.engine._ahead = True
+    with pytest.warns(DrafterFaultWarning, match="Moody failed and is left out where it does"):
+        outs = llm.generate(PROMPTS, GREEDY)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert sum(out.stats.accepted for out in outs) > 10  # it is asked all the same

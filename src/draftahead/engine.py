@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from draftahead import tree
 from draftahead.drafters import Drafter, sound
 from draftahead.errors import DrafterFaultWarning
 from draftahead.policy import Policy, Spent
+from draftahead.promises import Offer
 from draftahead.sampling import Context, DraftDice, hash_key, logprobs_of
 from draftahead.scheduler import Scheduler
 from draftahead.stats import Clock, Stats
@@ -224,8 +225,8 @@ class Engine:
         """The drafter's guesses where it makes claims, and those of them, or of others, that are
         worth a pass. Whatever it does, the draft that comes out is sound."""
         able = self._faults < GIVE_UP_AFTER and any(batch.rooms)
-        hope = getattr(self.drafter, "hope", None)
-        self._asked = able and (not self._guided or self.policy.asks(len(batch.sequences), hope))
+        texts = len(batch.sequences)
+        self._asked = able and (not self._guided or self.policy.asks(texts, self._hope()))
         if not self._asked:
             return None, Draft.nothing(batch.roots)
         found: list[Draft | None] = [None]
@@ -257,6 +258,12 @@ class Engine:
         width = self.policy.width(worths)
         self.policy.tally.declined += width == 1
         return draft, pruned(draft, batch, [likeliest(row, width) for row in worths])
+
+    def _hope(self) -> Offer | None:
+        """What a drafter that has more in store says of it."""
+        found: list[Any] = [None]
+        self._guarded(lambda: found.append(getattr(self.drafter, "hope", None)))
+        return found[-1] if isinstance(found[-1], Offer) else None
 
     def _worths(self, draft: Draft) -> list[list[float]]:
         assert draft.claims is not None

@@ -176,7 +176,7 @@ class Auto(Drafter):
             for row in range(len(batch.sequences))
         ]
 
-    def _chosen(self, guesses: list[Guess]) -> list[Guess]:
+    def _chosen(self, guesses: list[Guess], most: int | None = None) -> list[Guess]:
         """The likeliest of them, parents first, each worth what such guesses turned out to be."""
         left = [1.0]  # by node: what its children can still claim
         for guess in guesses:
@@ -188,7 +188,7 @@ class Auto(Drafter):
             parent = guesses[index - 1].parent
             left[index] = worth[index] = min(worth[index], left[parent])
             left[parent] -= worth[index]
-        ranked = sorted(range(1, len(worth)), key=lambda i: (-worth[i], i))[: self.most]
+        ranked = sorted(range(1, len(worth)), key=lambda i: (-worth[i], i))[: most or self.most]
         place, chosen = {0: 0}, list[Guess]()
         for index in sorted(ranked):
             guess = guesses[index - 1]
@@ -233,7 +233,7 @@ class Auto(Drafter):
         width, texts = sent.draft.tokens.shape[1], len(verdict.paths)
         worth = 0.0
         for row, said in enumerate(verdict.tokens):
-            guesses = self._chosen(union({self.name: sent.draft}, row))
+            guesses = self._chosen(union({self.name: sent.draft}, row), most=width)
             self._note_together([guesses])
             worth += sum(guess.worth for guess in guesses)
             self._note(guesses, said, len(verdict.paths[row]) - 1, sent.draft, row)

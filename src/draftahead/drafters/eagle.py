@@ -126,14 +126,14 @@ class Eagle(Drafter):
         texts, price = len(batch.sequences), batch.price
         if self._since < LOOK_AGAIN and texts in self._sizes:
             return self._sizes[texts]
-        sizes = [size for size in SIZES if texts * size <= MOST_ROWS]
-        if price is None or self._since >= LOOK_AGAIN or not self._usual.known or not sizes:
-            return max(sizes, default=SIZES[0])
+        if price is None or self._since >= LOOK_AGAIN or not self._usual.known:
+            return _largest(texts)
 
         def rate(size: int) -> float:
             tokens = 1 + sum(self._usual.by_rank[: size - 1])
             return tokens / (self._seconds + price.of(texts * size))
 
+        sizes = SIZES[: SIZES.index(_largest(texts)) + 1]
         self._sizes[texts] = max(sizes, key=rate)
         return self._sizes[texts]
 
@@ -149,7 +149,7 @@ class Eagle(Drafter):
         self._seconds = grown.growing.clock.laps()[0]
         self._since += 1
         texts, size = grown.tokens.shape
-        if size >= min(SIZES[-1], MOST_ROWS // texts):  # smaller ones do not tell what others had
+        if size == _largest(texts):  # smaller ones do not tell what they left out
             for row in grown.claims:
                 self._usual.note(sorted(row, reverse=True))
             self._since = 0
@@ -168,6 +168,11 @@ class Eagle(Drafter):
         if self._spoken is None:
             return logits
         return spread(logits, self._spoken, self.target.vocabulary)
+
+
+def _largest(texts: int) -> int:
+    """Of the sizes, what a pass for so many texts takes."""
+    return max((size for size in SIZES if texts * size <= MOST_ROWS), default=SIZES[0])
 
 
 def _head(wanted: Any, target: Any) -> EagleHead:
