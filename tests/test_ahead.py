@@ -16,11 +16,12 @@ from draftahead.heads.eagle import new_head
 from draftahead.heads.eagle_passes import HeadPasses
 from draftahead.kvcache import KVCache, LayerShape
 from draftahead.passes import CachedModel
-from draftahead.runtime.clocks import KnownTimes
+from draftahead.runtime.clocks import NOW_AND_THEN, KnownTimes
 from draftahead.runtime.forward import RecordedFill
 from draftahead.runtime.graphs import NodeInputs
 from draftahead.runtime.padding import Padding
 from draftahead.runtime.shape import Ahead
+from draftahead.stats import SetUp
 from draftahead.types import Batch, Draft
 from drafted import ALL, Clairvoyant
 from test_eagle import wide
@@ -340,6 +341,32 @@ def test_what_is_kept_moves_when_somebody_looks() -> None:
     assert lazy.slot_of(0, 7) == 7
 
 
+def test_keys_that_were_being_moved_when_it_stopped_are_not_believed(target: Any) -> None:
+    """Neither by the next text with that beginning, nor by the one that goes on."""
+    llm = ahead(target, "none")
+    engine, cache = llm.engine, llm.engine.target.passes.cache
+    plain = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
+    sequence = engine.add(llm._request(PROMPTS[0], GREEDY))[0]
+    for _ in range(3):
+        engine.step()
+    engine._flight = None
+
+    def interrupted(slots: Any) -> bool:
+        raise KeyboardInterrupt
+
+    last = len(cache.contents[0]) - 1
+    cache.mover, cache._unmoved = interrupted, {(0, last - 1): last}
+    with pytest.raises(KeyboardInterrupt):
+        cache.settle()
+    assert len(cache.contents[0]) == last - 1
+    cache.mover = None
+    for stored in cache.stored():
+        stored[:, 0, :, last - 1 :] = 7.0
+    while sequence.finish_reason is None:
+        engine.step()
+    assert list(sequence.output) == plain
+
+
 def test_padding_that_a_pass_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded up where the decoder takes it, as it is where it takes only that."""
     passes = CachedModel(wide(), max_batch=1, max_context=90, spare=64)
@@ -370,7 +397,8 @@ class Event:
         assert enable_timing
         made.append(self)
 
-    def record(self) -> None:
+    def record(self, stream: Any) -> None:
+        assert stream == "the stream of cuda:7"
         self.at = Event.now
 
     def synchronize(self) -> None: ...
@@ -385,8 +413,8 @@ made: list[Event] = []
 def test_what_always_takes_as_long_is_timed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks take the host some time: at first, every so often, and never with events made anew."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
-    times, found = KnownTimes(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    times, found = KnownTimes(torch.device("cuda:7")), []
     for use in range(1, 34):
         clock = times.clock("a kind")
         for spent in (0.0, use, 10.0):
@@ -398,6 +426,17 @@ def test_what_always_takes_as_long_is_timed_now_and_then(monkeypatch: pytest.Mon
     assert firsts == [1, 2, 3, 4, *[4] * 11, *[16] * 16, *[32] * 2]
     assert all(after == 10 for _, after in found)
     assert len(made) == 3
+    for spent, known in (((5.0, 1.0), 3), ((2.0,), 3), ((5.0, 1.0), 5)):
+        for _ in range(NOW_AND_THEN):
+            clock = times.clock("a kind")
+            clock.mark()
+            for more in spent:
+                Event.now += more
+                if known == 3 and len(spent) == 2:  # recorded meanwhile: it tells nothing
+                    monkeypatch.setattr(SetUp, "seconds", SetUp.seconds + 1.0)
+                clock.mark()
+            clock.laps()
+        assert (round(1e3 * times.clock("a kind").laps()[0]) == 5) == (known == 5)
     assert times.clock("another").laps() == []  # not known yet, and not measured
 
 

@@ -191,6 +191,10 @@ def test_a_dear_guess_may_fail_at_first_and_not_after_a_pause() -> None:
     for _ in range(4):
         guard.note(1.8, 1.0, a_pass=1.0, drafted=True)
     assert guard.pauses == 3
+    guard = Policy().guard
+    for seconds in (1.8, 1.8, 1.1):  # a narrow one after two that were dear is no reason
+        guard.note(seconds, 1.0, a_pass=1.0, drafted=True)
+    assert guard.pauses == 0
 
 
 class Sleeper(Drafter):

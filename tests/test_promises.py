@@ -89,7 +89,7 @@ def bare(most: int = 15) -> Auto:
     auto._calibrations, auto._trees, auto.most = defaultdict(Calibration), [], most
     auto._scored, auto._kept = Counter(), Counter()
     auto.cheap, auto.other, auto.name, auto._sent, auto._lesson = {}, None, "", None, None
-    auto._together = Usual()
+    auto._together, auto._aside = Usual(), {}
     auto.costly, auto.unseen, auto.guided, auto.vocabulary = Costly(), None, True, 99
     return auto
 
@@ -203,9 +203,12 @@ def test_a_number_that_is_asked_for_is_no_matter_of_what_pays() -> None:
 def test_a_costly_drafter_that_fails_is_not_asked_again() -> None:
     auto, other = bare(), Noting(fault=RuntimeError("out of order"))
     auto.other, auto.name, batch = other, "costly", a_batch()
+    auto._aside = {"recycle": (spare := Noting())}
     with pytest.warns(DrafterFaultWarning, match="costly failed and is left out"):
         assert auto.propose(batch) is None
-    assert auto.propose(batch) is None and other.told == ["propose"]
+    assert auto.cheap == {"recycle": spare}  # which was not needed beside it
+    assert auto.propose(batch) is not None and other.told == ["propose"]
+    assert spare.told == ["propose"]
 
 
 def test_earlier_outputs_draft_where_that_is_asked_for() -> None:

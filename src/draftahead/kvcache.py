@@ -121,10 +121,10 @@ class KVCache:
                 if to != node
             ]
         )
-        for row, new in enumerate(tokens, first):
-            self.contents[row].extend(new)
         if self.mover is None:
             self.settle()
+        for row, new in enumerate(tokens, first):
+            self.contents[row].extend(new)
 
     def move(self, moved: Seq[tuple[int, int, int]], layers: int | None = None) -> None:
         """Nodes (row, to, from) behind the row's length, all of what is stored for them or the keys
@@ -143,10 +143,16 @@ class KVCache:
         return self._unmoved.get((row, slot), slot)
 
     def settle(self) -> None:
-        """Moves what is not where it belongs. To be called before the tensors are looked at."""
+        """Moves what is not where it belongs: to be called before anyone looks. If it is interrupted,
+        nobody knows what moved, and the rows hold these tokens no longer."""
         if self._unmoved:
             slots, self._unmoved = self._unmoved, {}
-            self._move(slots, None)
+            try:
+                self._move(slots, None)
+            except BaseException:
+                for row, to in slots:
+                    del self.contents[row][to:]
+                raise
 
     def _move(self, slots: dict[tuple[int, int], int], layers: int | None) -> None:
         moves = [(row, to, come) for (row, to), come in slots.items()]

@@ -147,6 +147,7 @@ class Guard:
 
     balance: float = 0.0  # since the last pause began
     run: float = 0.0  # likewise
+    dearest: float = 0.0  # what a drafted step took beyond a pass, at most; likewise
     pause: int = PAUSE
     steps_left: int = 0  # of a pause
     pauses: int = 0
@@ -157,13 +158,15 @@ class Guard:
         if not drafted or self.steps_left:  # or on its way when the pause began
             return
         self.balance = min(self.balance + plain_seconds - seconds, CREDIT * a_pass)
+        self.dearest = max(self.dearest, seconds - a_pass)
         # A drafter that is mostly right may begin with the opposite; after a pause it may not.
-        dear = FAILS * (seconds - a_pass) if self.pause == PAUSE else 0.0
+        dear = FAILS * self.dearest if self.pause == PAUSE else 0.0
         grace = max(GRACE * a_pass, dear if dear < FAILS * a_pass else 0.0)
         if self.balance < -LOSS * self.run - grace:
             self.steps_left, self.pauses = self.pause, self.pauses + 1
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
-            self.balance = self.run = 0.0  # what is lost is lost; a probe is judged by itself
+            # What is lost is lost; a probe is judged by itself.
+            self.balance = self.run = self.dearest = 0.0
         elif self.balance > 0:
             self.pause = PAUSE
 

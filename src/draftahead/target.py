@@ -90,8 +90,12 @@ class Target:
     def score(self, batch: Batch, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, but for replay and for rows rotated apart."""
         for row, sequence in enumerate(batch.sequences):
-            # A step that was interrupted may have kept keys of tokens that never were committed.
-            del self.passes.cache.contents[row][len(sequence.tokens) - 1 :]
+            # A step that was interrupted may have kept keys of tokens that never were committed,
+            # or lost keys of some that were.
+            held = self.passes.cache.contents[row]
+            del held[len(sequence.tokens) - 1 :]
+            if len(held) < len(sequence.tokens) - 1:
+                self.prefill(row, sequence)
         self._rotate_crossed(batch)
         rows = range(len(batch.sequences))
         if draft.growing is not None:

@@ -76,6 +76,7 @@ class Auto(Drafter):
         }
         if model is not None and head is not None:
             raise ConfigError("give auto a 'model' or a 'head' to draft with, not both")
+        self._aside: dict[str, Drafter] = {}  # not needed while there is a head
         self.other: Drafter | None = None  # the one that takes its time
         self.name = ""
         self.costly = Costly()
@@ -107,7 +108,8 @@ class Auto(Drafter):
         if setting.device.type != "cpu" and not goes_ahead and not asked:
             self.other = None  # level by level it would take longer than the target
             return
-        del self.cheap["recycle"]  # what it knows a head knows better, and a row has its price
+        # What it knows a head knows better, and a row has its price.
+        self._aside = {"recycle": self.cheap.pop("recycle")}
         if goes_ahead:
             self.costly = self.unseen = Unseen()
 
@@ -167,6 +169,8 @@ class Auto(Drafter):
     def _leave_out(self, name: str, fault: Exception) -> None:
         if self.cheap.pop(name, None) is None:
             self.other = self.unseen = None
+            self.cheap |= self._aside
+            self._aside = {}
         said = f"drafter {name} failed and is left out: {type(fault).__name__}: {fault}"
         warnings.warn(said, DrafterFaultWarning, stacklevel=2)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,10 @@ class Eagle(Drafter):
         whole = len(self.head.tokens) == self.target.vocabulary
         self._spoken = None if whole else self.head.tokens
         self._grown: Draft | None = None  # of the step under way, on a GPU
-        # Of the trees there: likelihoods of the largest, seconds, and by texts the best size.
-        self._usual, self._seconds = Usual(), 0.0
+        # Of the trees there: likelihoods of the largest, by how large that is; seconds; and by texts
+        # the best size.
+        self._usual: defaultdict[int, Usual] = defaultdict(Usual)
+        self._seconds = 0.0
         self._sizes: dict[int, int] = {}
         self._since = 0  # trees since one of the largest
 
@@ -126,14 +129,16 @@ class Eagle(Drafter):
         texts, price = len(batch.sequences), batch.price
         if self._since < LOOK_AGAIN and texts in self._sizes:
             return self._sizes[texts]
-        if price is None or self._since >= LOOK_AGAIN or not self._usual.known:
-            return _largest(texts)
+        largest = _largest(texts)
+        usual = self._usual[largest]
+        if price is None or self._since >= LOOK_AGAIN or not usual.known:
+            return largest
 
         def rate(size: int) -> float:
-            tokens = 1 + sum(self._usual.by_rank[: size - 1])
+            tokens = 1 + sum(usual.by_rank[: size - 1])
             return tokens / (self._seconds + price.of(texts * size))
 
-        sizes = SIZES[: SIZES.index(_largest(texts)) + 1]
+        sizes = SIZES[: SIZES.index(largest) + 1]
         self._sizes[texts] = max(sizes, key=rate)
         return self._sizes[texts]
 
@@ -151,7 +156,7 @@ class Eagle(Drafter):
         texts, size = grown.tokens.shape
         if size == _largest(texts):  # smaller ones do not tell what they left out
             for row in grown.claims:
-                self._usual.note(sorted(row, reverse=True))
+                self._usual[size].note(sorted(row, reverse=True))
             self._since = 0
             self._sizes.clear()
 

@@ -29,7 +29,7 @@ IGNORED = ("verifier_", "rotary", "t2d", "midlayer.self_attn.rotary", "layers.0.
 
 def load(source: str | Path, model: Any) -> EagleHead:
     """A head for this target, in its dtype and on its device."""
-    file = located(source, WEIGHTS)
+    file = located(source, WEIGHTS, beside=[shortlist.FILE])
     folder = file.parent
     config, said = _read_config(folder, model)
     held = tensors_in(file, lambda names: [n for n in names if not n.startswith(IGNORED)])
@@ -175,6 +175,7 @@ def save(
         weights["d2t"] = tokens - torch.arange(len(tokens))
         weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool)
         weights["t2d"][tokens] = True
+    shortlist.remove(folder)
     write_tensors(weights, folder / WEIGHTS[0])
     if head.shortlist is not None:
         shortlist.save(head.shortlist, folder)

@@ -57,7 +57,7 @@ class HeadPasses:
         embed: Any = self._embed
         whole = len(head.tokens) == target.vocabulary
         self._gpu: GpuHead | None = None
-        self._times = KnownTimes()
+        self._times = KnownTimes(self.device)
         self._fill: RecordedFill | None = None
         self._states = target.cache.states  # that it was recorded with
         self._last = length - 1  # position that padding may point to
@@ -131,7 +131,9 @@ class HeadPasses:
     ) -> Tensor:
         """The keys of pairs that a device knows the place of."""
         rows = rows_from(window.first, window.slots)
-        states = self.target.states(self.head.config.depths, rows, window.slots)
+        # Padding may reach beyond what the target has; nobody reads what comes of it.
+        slots = window.slots.clamp(max=self.target.cache.length - 1)
+        states = self.target.states(self.head.config.depths, rows, slots)
         features = self.head.feature(states.to(self.cache.keys[0].dtype))
         embedded = self._embed(tokens).to(features.dtype)
         return self._forward(embedded, features, positions, mask, window, wanted=1)
@@ -269,8 +271,9 @@ class HeadPasses:
     def grows(self, batch: Batch, grower: Grower) -> bool:
         """Whether `grown` can do it."""
         plain = all(s.sampling.greedy and not s.has_processors for s in batch.sequences)
-        nodes = len(batch.sequences) * grower.a_level
-        return plain and self._entrance is not None and nodes <= CPU_CHUNK
+        nodes, states = len(batch.sequences) * grower.a_level, self.target.cache.states
+        read = states is not None and states.dtype == torch.float32
+        return read and plain and self._entrance is not None and nodes <= CPU_CHUNK
 
     # ---------------------------------------------------------------------------------- the pass
 

@@ -39,9 +39,10 @@ def plain_state(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def located(source: str | Path, names: Seq[str]) -> Path:
-    """The weights that a file, a folder or a hub id stands for: the first of `names` there."""
-    found = hub.files_of(source, [CONFIG, *names])
+def located(source: str | Path, names: Seq[str], beside: Seq[str] = ()) -> Path:
+    """The weights that a file, a folder or a hub id stands for: the first of `names` there. From a
+    hub come those `beside` them as well."""
+    found = hub.files_of(source, [CONFIG, *names, *beside])
     if found.is_file():
         return found
     for name in names:

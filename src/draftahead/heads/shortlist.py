@@ -8,13 +8,14 @@ those of the outputs). It lies in a file beside the head: to others it is a head
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftahead.errors import ConfigError
+from draftahead.errors import ConfigError, DraftaheadError
 from draftahead.heads.files import tensors_in, write_tensors
 
 FILE = "shortlist.safetensors"
@@ -33,17 +34,17 @@ class Shortlist(NamedTuple):
 def fitted(moments: Tensor, rows: Tensor) -> Shortlist | None:
     """`moments` [H, H]: the mean of h h' over outputs h, as the vocabulary's `rows` [V, H] take
     them. The best there is for logits of such outputs. None where there are few directions."""
-    hidden = len(moments)
+    hidden, usual = len(moments), float(moments.diagonal().mean())
     directions = STEP * round(hidden / SHARE / STEP)
-    if not directions:
+    if not directions or not moments.isfinite().all() or usual <= 0:
         return None
-    usual = moments.diagonal().mean()
-    seen = moments.double() + SMOOTHING * usual * torch.eye(hidden, device=moments.device)
-    size, turn = torch.linalg.eigh(seen)
+    size, turn = torch.linalg.eigh(moments.double())
+    size = size.clamp(min=0) + SMOOTHING * usual
     root, inverse = (turn * size**power @ turn.T for power in (0.5, -0.5))
     apart = (rows - rows.mean(0)).double() @ root  # what all logits share tells nothing
     best = torch.linalg.eigh(apart.T @ apart)[1][:, -directions:].flip(1)
-    return Shortlist((inverse @ best).T.float(), (root @ best).T.float())
+    found = Shortlist((inverse @ best).T.float().cpu(), (root @ best).T.float().cpu())
+    return found if all(part.isfinite().all() for part in found) else None
 
 
 def save(shortlist: Shortlist, folder: Path) -> None:
@@ -51,17 +52,26 @@ def save(shortlist: Shortlist, folder: Path) -> None:
 
 
 def load(folder: Path, hidden: int) -> Shortlist | None:
-    """What lies beside a head of this width, if something does."""
+    """What lies beside a head of this width, if something does. A head does without one that is
+    not in order."""
     file = folder / FILE
     if not file.is_file():
         return None
-    held = tensors_in(file, list)
     try:
-        found = Shortlist(**held)
-    except TypeError:
-        raise ConfigError(f"{file} holds {', '.join(held)}, and no shortlist: remove it") from None
-    shape = found.sight.shape
-    fits = len(shape) == 2 and shape == found.span.shape and shape[1] == hidden
-    if not fits or shape[0] % STEP or not all(part.isfinite().all() for part in found):
-        raise ConfigError(f"{file} is not of a head of width {hidden}: remove it, or train again")
+        found = Shortlist(**tensors_in(file, list))
+        shape = found.sight.shape
+        fits = len(shape) == 2 and shape == found.span.shape and shape[1] == hidden
+        if not fits or not shape[0] or shape[0] % STEP:
+            raise ConfigError(f"it is not of a head of width {hidden}")
+        if not all(part.isfinite().all() for part in found):
+            raise ConfigError("it holds numbers that are none")
+    except (TypeError, DraftaheadError) as problem:
+        said = f"{file} is left out, and the head slower on a CPU ({problem}): remove it"
+        warnings.warn(said, stacklevel=2)
+        return None
     return Shortlist(found.sight.float(), found.span.float())
+
+
+def remove(folder: Path) -> None:
+    """What lies there is of a head that will be no more."""
+    (folder / FILE).unlink(missing_ok=True)

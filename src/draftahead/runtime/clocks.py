@@ -10,8 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from draftahead.drafts import Laps
+from draftahead.stats import SetUp
 
 AT_FIRST, NOW_AND_THEN = 4, 16  # uses that are timed: so many, and then every so many
+ALL = 2  # things that a use consists of: growing trees, and scoring them
 
 
 class DeviceClock:
@@ -19,17 +21,18 @@ class DeviceClock:
     such as recording it, does not count."""
 
     # Events that were read, by device: to make one takes longer than to use it.
-    _read: ClassVar[defaultdict[int, list[Any]]] = defaultdict(list)
+    _read: ClassVar[defaultdict[str, list[Any]]] = defaultdict(list)
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._marks: list[Any] = []
         self._laps: list[float] = []
-        self._spare = self._read[torch.cuda.current_device()]
+        self._device = device
+        self._spare = self._read[str(device)]
 
     def mark(self) -> None:
         event: Any = torch.cuda.Event
         self._marks.append(self._spare.pop() if self._spare else event(enable_timing=True))
-        self._marks[-1].record()
+        self._marks[-1].record(torch.cuda.current_stream(self._device))
 
     def laps(self) -> list[float]:
         """Seconds from each mark to the next; when all marks are set. Waits for the last."""
@@ -46,7 +49,8 @@ class KnownTimes:
     """Clocks for what takes a device as long today as yesterday: to set marks takes the host some
     time itself, so it is measured at first and then now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._laps: dict[Hashable, list[float]] = {}
         self._uses: Counter[Hashable] = Counter()
 
@@ -54,18 +58,29 @@ class KnownTimes:
         self._uses[kind] += 1
         measured = self._uses[kind] <= AT_FIRST or self._uses[kind] % NOW_AND_THEN == 0
         if measured or kind not in self._laps:
-            return _Noting(self._laps, kind)
+            return _Noting(self._device, self._laps, kind)
         return _Remembered(self._laps[kind])
 
 
 class _Noting(DeviceClock):
-    def __init__(self, noted: dict[Hashable, list[float]], kind: Hashable) -> None:
-        super().__init__()
+    """Of all that is to be timed, unless something was recorded meanwhile."""
+
+    def __init__(
+        self, device: torch.device, noted: dict[Hashable, list[float]], kind: Hashable
+    ) -> None:
+        super().__init__(device)
         self._noted, self._kind = noted, kind
+        self._set_up: list[float] = []  # seconds of that so far, at each mark
+
+    def mark(self) -> None:
+        self._set_up.append(SetUp.seconds)
+        super().mark()
 
     def laps(self) -> list[float]:
-        self._noted[self._kind] = super().laps()
-        return self._noted[self._kind]
+        found = super().laps()
+        if len(found) == ALL and self._set_up[0] == self._set_up[-1]:
+            self._noted[self._kind] = found
+        return found
 
 
 class _Remembered(NamedTuple):

@@ -109,9 +109,11 @@ class Moments:
         self._count = 0
 
     def add(self, vectors: Tensor) -> None:
-        """Of [..., H]."""
-        flat = vectors.flatten(0, -2).float()
-        now = flat.T @ flat
+        """Of [..., H]. In full precision, whatever the training runs in: rounded, the sum of many
+        would be no covariance any more."""
+        with torch.autocast(vectors.device.type, enabled=False):
+            flat = vectors.flatten(0, -2).float()
+            now = (flat.T @ flat).double()
         self._total = now if self._total is None else self._total + now
         self._count += len(flat)
 
