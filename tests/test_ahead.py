@@ -316,6 +316,30 @@ def test_pairs_filled_by_a_recording(layers: int, monkeypatch: pytest.MonkeyPatc
             assert torch.allclose(eager[part], filled[part], atol=1e-5)
 
 
+@torch.inference_mode()
+def test_padding_of_pairs_may_reach_beyond_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's cache may be the longer one."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr("draftahead.runtime.forward.Graphs", AtOnce)
+    monkeypatch.setattr("draftahead.heads.eagle_passes.PREFILL_CHUNK", 64)
+    monkeypatch.setattr("draftahead.runtime.build.library", lambda: None)
+    model, keys = wide(), []
+    head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 3))
+    tokens = [(3 * i) % zoo.VOCABULARY for i in range(88)]
+    for _ in range(2):
+        target = CachedModel(model, max_batch=1, max_context=90, spare=4)
+        target.watch((1, 3))
+        target.prefill(0, tokens)
+        passes = HeadPasses(head, target, 1, 60)
+        passes._fill = RecordedFill("it", passes._fill_pass, passes.cache)
+        for _ in range(1 + len(keys)):  # the second time as it would be recorded
+            passes.cache.contents[0].clear()
+            passes._read(0, tokens)
+        assert len(passes._fill.graphs.runs) == 2 * len(keys)  # type: ignore[attr-defined]
+        keys.append(passes.cache.keys[0][0, :, :86].clone())
+    assert torch.allclose(*keys, atol=1e-5)
+
+
 def test_what_is_kept_moves_when_somebody_looks() -> None:
     """Where that has a quicker way: until then it is known where it lies, and nobody else sees."""
     shapes, here = [LayerShape(1, 2, 1, 2)] * 2, torch.device("cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import drafted
 import zoo
 from draftahead import LLM, Sampling, errors, tree
-from draftahead.drafters.eagle import Eagle
+from draftahead.drafters.eagle import LOOK_AGAIN, Eagle
+from draftahead.drafts import Draft
 from draftahead.heads.eagle import EagleConfig, EagleHead, RMSNorm, new_head
 from draftahead.runtime import build
 
@@ -345,6 +347,43 @@ def test_a_tree_ends_where_a_level_would_not_pay(monkeypatch: pytest.MonkeyPatch
         assert draft is not None
         sizes.append(draft.sizes[0])
     assert sizes[0] > sizes[1] == 1 + 4  # the root's children cost nothing more
+
+
+def test_trees_are_as_large_as_pays_and_the_largest_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what the largest had to offer, the head's time included; for each number of texts."""
+    _, _, drafter = made(False, monkeypatch, rows=1)
+
+    class Rows:
+        def of(self, rows: int) -> float:
+            return 1.0 + 0.04 * rows
+
+    class Times:
+        def laps(self) -> list[float]:
+            return [2.0, 1.0]
+
+    def batch(texts: int) -> Any:
+        return SimpleNamespace(sequences=(None,) * texts, price=Rows())
+
+    def grown(texts: int, size: int) -> None:
+        tokens = torch.zeros(texts, size, dtype=torch.long)
+        likely = [0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1] + [0.01] * 99
+        growing: Any = SimpleNamespace(clock=Times())
+        claims = [likely[: size - 1]] * texts
+        sizes = [size] * texts
+        drafter.note_grown(Draft(tokens, tokens, sizes, claims=claims, growing=growing))
+
+    assert [drafter._size(batch(texts)) for texts in (1, 5, 40)] == [32, 16, 2]
+    grown(40, 2)  # as large as it gets for forty, and no word about one
+    assert drafter._size(batch(1)) == 32
+    grown(1, 32)
+    assert drafter._size(batch(1)) == 8  # 4.5 tokens in 3.32; of 4 nodes 3.4 in 3.16
+    for _ in range(LOOK_AGAIN):
+        grown(1, 8)
+    assert drafter._size(batch(1)) == 32
+    grown(1, 32)
+    assert drafter._size(batch(1)) == 8
 
 
 def test_processors_and_sampling_grow_by_the_dice(monkeypatch: pytest.MonkeyPatch) -> None:

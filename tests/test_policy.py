@@ -385,6 +385,33 @@ def test_what_a_drafter_could_offer_besides_is_reason_to_ask_it() -> None:
     assert not policy.asks(1, Offer(Usual(), 0.0))
 
 
+class Modest(Drafter):
+    """Says of itself that it could do better."""
+
+    guided, hope = True, None
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, batch: Batch) -> Draft:
+        self.asked += 1
+        return Draft.chains(batch.roots, [[0]] * len(batch.sequences), [[0.0]])
+
+
+def test_the_engine_hears_what_a_drafter_has_in_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two whose guesses are worth nothing; one of them says that it has others."""
+    monkeypatch.setattr(policy_module.Guard, "closed", lambda self: False)
+    usual, asked = Usual(), []
+    usual.note([0.9, 0.8, 0.7])
+    for hope in (None, Offer(usual, 0.0)):
+        drafter = Modest()
+        drafter.hope = hope  # type: ignore[assignment]
+        llm = LLM(zoo.tiny("llama"), drafter, max_batch=1)
+        llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=100, ignore_eos=True))
+        asked.append(drafter.asked)
+    assert asked[0] < 50 < asked[1]
+
+
 def test_what_is_set_up_is_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling and recording count as time, not as what a step costs; and what a stage waited for
     goes to whom it was for."""

@@ -143,8 +143,8 @@ class KVCache:
         return self._unmoved.get((row, slot), slot)
 
     def settle(self) -> None:
-        """Moves what is not where it belongs: to be called before anyone looks. If it is interrupted,
-        nobody knows what moved, and the rows hold these tokens no longer."""
+        """Moves what is not where it belongs, before somebody looks. If that is interrupted, nobody
+        knows what moved, and the rows hold these tokens no longer."""
         if self._unmoved:
             slots, self._unmoved = self._unmoved, {}
             try:

@@ -64,8 +64,8 @@ class Eagle(Drafter):
         whole = len(self.head.tokens) == self.target.vocabulary
         self._spoken = None if whole else self.head.tokens
         self._grown: Draft | None = None  # of the step under way, on a GPU
-        # Of the trees there: likelihoods of the largest, by how large that is; seconds; and by texts
-        # the best size.
+        # Of the trees there: likelihoods of the largest, by how large that is; seconds; and by
+        # texts the best size.
         self._usual: defaultdict[int, Usual] = defaultdict(Usual)
         self._seconds = 0.0
         self._sizes: dict[int, int] = {}
