@@ -8,7 +8,6 @@ second, and leaves out the vocabulary's rows as well while they are the target's
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,14 @@ from transformers import LlamaConfig
 from draftahead.errors import ConfigError, HeadMismatchError
 from draftahead.heads import shortlist
 from draftahead.heads.eagle import EagleConfig, EagleHead
-from draftahead.heads.files import config_beside, located, plain_state, tensors_in, write_tensors
+from draftahead.heads.files import (
+    config_beside,
+    located,
+    plain_state,
+    tensors_in,
+    write_config,
+    write_tensors,
+)
 from draftahead.runtime.linear import rows_of
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -179,8 +185,7 @@ def save(
     write_tensors(weights, folder / WEIGHTS[0])
     if head.shortlist is not None:
         shortlist.save(head.shortlist, folder)
-    config = json.dumps(_written_config(head.config, target, guesses), indent=1)
-    (folder / "config.json").write_text(config + "\n", "utf-8")
+    write_config(_written_config(head.config, target, guesses), folder)
 
 
 def _written_config(c: EagleConfig, target: str, guesses: int) -> dict[str, Any]:

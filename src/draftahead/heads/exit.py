@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from draftahead.errors import ConfigError
 from draftahead.heads.eagle import RMSNorm
-from draftahead.heads.files import write_tensors
+from draftahead.heads.files import write_config, write_tensors
 
 KIND = "draftahead-exit"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -60,7 +60,7 @@ class ExitAdapter(nn.Module):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         said = {"kind": KIND, **asdict(self.config)}
-        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", "utf-8")
+        write_config(said, folder)
         write_tensors(self.state_dict(), folder / WEIGHTS)
 
 

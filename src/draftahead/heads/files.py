@@ -28,6 +28,13 @@ def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     part.replace(file)
 
 
+def write_config(config: dict[str, Any], folder: Path) -> None:
+    """Likewise."""
+    part = folder / f"{CONFIG}.part"
+    part.write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    part.replace(folder / CONFIG)
+
+
 def plain_state(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a module by name, as files hold them: what was rounded is a matrix again."""
     found = dict(module.state_dict())

@@ -10,7 +10,6 @@ Shapes: H hidden, K heads, D draft vocabulary.
 from __future__ import annotations
 
 import heapq
-import json
 import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -22,11 +21,11 @@ from torch.nn import functional as F
 
 from draftahead.errors import ConfigError
 from draftahead.heads.files import (
-    CONFIG,
     config_beside,
     located,
     plain_state,
     tensors_in,
+    write_config,
     write_tensors,
 )
 from draftahead.runtime.linear import rows_of
@@ -295,4 +294,4 @@ def save_heads(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, folder / FILE)
-    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    write_config(config, folder)
