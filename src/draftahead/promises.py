@@ -13,8 +13,8 @@ TRIES = 4  # texts after which a costly drafter is known well enough to be judge
 AT_FIRST = 16  # and where the others know little: that is what it is there for
 RETRY, LONGEST_RETRY = 16, 1024  # steps until it is tried again
 RECENT = 0.1  # share of the newest step in what is thought of it
-HOPE = 1.3  # what the others must promise above it not to be sent: then one can still choose
 CHANGE = 0.3  # and in what the others promise: a text that repeats itself may stop at any moment
+HOPE = 1.3  # it is sent unless others promise so many times as much: one can still choose then
 A_KIND, MUCH = 0.5, 2.0  # guesses of others that tell situations apart, and the most of them
 
 

@@ -247,12 +247,10 @@ class HeadPasses:
         most = min(AT_ONCE, CPU_CHUNK // len(batch.sequences))
         held, pending = self.cache.contents, self._lacking(batch.sequences, able, most)
         self.target.cache.settle()
-        for row, tokens in enumerate(pending):
-            held[row].extend(tokens)
         found = self._kernels.grow(
             self._entrance,
             Pairs(states, self.target.places(self.head.config.depths), pending),
-            bases=[len(row) - 1 for row in held[: len(pending)]],
+            bases=[len(held[row]) + len(tokens) - 1 for row, tokens in enumerate(pending)],
             rooms=rooms,
             deepest=grower.deepest,
             a_level=grower.a_level,
@@ -260,6 +258,8 @@ class HeadPasses:
             least=LEAST,
             enough=grower.enough(batch),
         )
+        for row, tokens in enumerate(pending):
+            held[row].extend(tokens)
         if found.levels:
             grower.note_level(found.seconds / found.levels)
         if found.levels < grower.deepest - 1:

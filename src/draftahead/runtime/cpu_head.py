@@ -101,10 +101,10 @@ class CpuHead:
         self._held: list[Any] = [shape, cache]  # whose addresses these are
         room = shape.heads * shape.width  # for directions, while a pass is under way
         if type(shape.head) is Int8Linear and directions and len(directions[0]) <= room:
-            self._shorten(shape.head, *directions)
+            self._shorten(shape.head, directions)
 
-    def _shorten(self, whole: Int8Linear, sight_: Tensor, span: Tensor) -> None:
-        sight = _linear(sight_, None)
+    def _shorten(self, whole: Int8Linear, directions: Directions) -> None:
+        sight, span = _linear(directions[0], None), directions[1]
         preview = Int8Linear(_linear(whole.dequantized() @ span.T, whole.bias))
         rows, scales = (
             unpacked(part, whole.out_features).contiguous() for part in (whole.weight, whole.scales)
@@ -167,30 +167,11 @@ class CpuHead:
         """Reads the pairs that are lacking, and grows trees below the last of each text, which lie
         in slots `bases`: as growth.Grower grows them, for greedy texts."""
         texts, most = len(bases), 1 + children * (1 + a_level * deepest)
-        slots, deep = (ctypes.c_int64 * texts)(*bases), (ctypes.c_int64 * texts)(*rooms)
-        sizes = (ctypes.c_int64 * texts)()
-        said, above = (ctypes.c_int64 * (texts * most))(), (ctypes.c_int64 * (texts * most))()
+        slots, deep = _whole(bases), _whole(rooms)
+        sizes, said, above = (_whole([0] * count) for count in (texts, texts * most, texts * most))
         likely = (ctypes.c_float * (texts * most))()
         tokens = entrance.tokens
-        width = max(map(len, pairs.tokens))
-        counts = (ctypes.c_int64 * texts)(*map(len, pairs.tokens))
-        padded = [token for row in pairs.tokens for token in [*row, *[0] * (width - len(row))]]
-        read = (ctypes.c_int64 * (texts * width))(*padded)
-        places = (ctypes.c_int64 * len(pairs.places))(*pairs.places)
-        lacking = PairsRead(
-            states=pairs.states.data_ptr(),
-            slots=pairs.states.shape[2],
-            stride=pairs.states.shape[3],
-            parts=len(places),
-            width=entrance.norms.shape[1],
-            places=ctypes.addressof(places),
-            norm=NORMS.index(entrance.norm),
-            norms=entrance.norms.data_ptr(),
-            fuse=describe(entrance.fuse),
-            most=width,
-            counts=ctypes.addressof(counts),
-            tokens=ctypes.addressof(read),
-        )
+        lacking, held = _described(entrance, pairs)
         arguments = Growth(
             rows=texts,
             deepest=deepest,
@@ -220,12 +201,40 @@ class CpuHead:
             model, ctypes.byref(arguments), build.threads()
         )
         seconds = time.perf_counter() - start - arguments.pairs_seconds
+        del held  # until here
         trees, claims = [], []
         for row in range(texts):
             part = slice(row * most + 1, row * most + sizes[row])
             trees.append(list(zip(said[part], above[part], strict=True)))
             claims.append(likely[part])
         return Grown(int(levels), seconds, trees, claims)
+
+
+def _whole(numbers: Seq[int]) -> Any:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _described(entrance: Entrance, pairs: Pairs) -> tuple[PairsRead, list[Any]]:
+    """For the kernels, and what must stay as long as they read it."""
+    most = max(map(len, pairs.tokens))
+    padded = [token for row in pairs.tokens for token in [*row, *[0] * (most - len(row))]]
+    counts, read = _whole([len(row) for row in pairs.tokens]), _whole(padded)
+    places = _whole(pairs.places)
+    found = PairsRead(
+        states=pairs.states.data_ptr(),
+        slots=pairs.states.shape[2],
+        stride=pairs.states.shape[3],
+        parts=len(places),
+        width=entrance.norms.shape[1],
+        places=ctypes.addressof(places),
+        norm=NORMS.index(entrance.norm),
+        norms=entrance.norms.data_ptr(),
+        fuse=describe(entrance.fuse),
+        most=most,
+        counts=ctypes.addressof(counts),
+        tokens=ctypes.addressof(read),
+    )
+    return found, [counts, read, places]
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
