@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,6 @@ def test_a_shortlist_of_something_else_is_left_out(head: EagleHead, tmp_path: Pa
 
 def test_states_in_half_precision_are_not_for_the_kernels(model: Any, tmp_path: Path) -> None:
     """Not even where the head brings its own embedding, in full."""
-    import copy
-
     small = copy.deepcopy(model).bfloat16()
     own = EagleHead(new_head(model, torch.arange(WORDS), depths=(1, 2)).config, own_embedding=True)
     llm = LLM(small, {"method": "eagle", "model": own}, max_batch=1)
