@@ -27,7 +27,8 @@ class Drafter(Protocol):
 
     One that says how likely its guesses are (`Draft.claims`), or that has an attribute `guided`
     that is true, leaves it to the policy whether it is asked. One with a method `meanwhile()` is
-    told whenever a device is at work for a while: what can wait until then costs nothing.
+    told whenever a device is at work for a while: what can wait until then costs nothing. One that
+    often keeps its best guesses back says in `hope` (promises.Offer) what they would be worth.
     """
 
     def propose(self, batch: Batch) -> Draft | None:
