@@ -16,7 +16,7 @@ import random
 import tomllib
 from pathlib import Path
 
-from draftahead import LLM, Sampling
+from draftahead import LLM, SamplingParams
 
 LISTS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
@@ -50,7 +50,9 @@ class Writer:
             self.said += 1
             seeds = [hash((self.seed, self.said, i)) & 0xFFFFFF for i in range(len(group))]
             how = [
-                Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.02, max_tokens=most, seed=s)
+                SamplingParams(
+                    temperature=1.0, top_p=1.0, top_k=0, min_p=0.02, max_tokens=most, seed=s
+                )
                 for s in seeds
             ]
             for text, said in zip(group, self.llm.generate(ids, how), strict=True):

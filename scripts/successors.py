@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     llm = LLM(asked.model, drafter="none", max_batch=1, max_context=256)
-    passes = llm.engine.target.passes
+    passes = llm.engine.target.runner
     *before, root = opening(llm)
     passes.prefill(0, before)
     kind = torch.uint16 if passes.vocabulary <= 1 << 16 else torch.int32

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def generous_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is proposed is scored, whatever it costs: for tests of what comes of it."""
-    from draftahead import policy
+    from draftahead.control import policy
 
     monkeypatch.setattr(policy.Policy, "width", lambda self, rows: 1 + max(map(len, rows)))
     monkeypatch.setattr(policy.Guard, "closed", lambda self: False)
@@ -29,6 +29,6 @@ def generous_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[Any, Any]:
     """The embedded model and its tokenizer, fetched and converted once."""
-    from draftahead import hub
+    from draftahead.loader import hub
 
     return hub.load("smollm2", device="cpu")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 import zoo
-from draftahead import Batch, Draft, Drafter, drafters
-from draftahead.heads.eagle import EagleHead, new_head
-from draftahead.heads.medusa import MedusaHeads
+from draftahead import Batch, Draft, Drafter
+from draftahead.drafters import registry
+from draftahead.drafters.eagle.head import EagleHead, new_head
+from draftahead.drafters.medusa.heads import MedusaHeads
 
 
 class Garbage(Drafter):
@@ -164,4 +165,4 @@ DRAWN = ("draft_model", "draft_model_self", "early_exit", "medusa", "eagle")  # 
 
 
 def registered_names() -> list[str]:
-    return drafters.names()
+    return registry.names()

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 import zoo
-from draftahead import LLM, DrafterFaultWarning, Sampling
-from draftahead.drafters import Drafter
-from draftahead.drafts import SURE, Growing
-from draftahead.kvcache import KVCache, LayerShape
-from draftahead.passes import CachedModel
-from draftahead.runtime.graphs import NodeInputs
-from draftahead.runtime.padding import Padding
-from draftahead.runtime.shape import Ahead
-from draftahead.types import Batch, Draft
+from draftahead import LLM, DrafterFaultWarning, SamplingParams
+from draftahead.backends.base import DeviceTree
+from draftahead.backends.cuda.graphs import NodeInputs
+from draftahead.backends.cuda.padding import Padding
+from draftahead.core.draft import CONFIDENCE_SCALE, DeviceDraft
+from draftahead.core.types import Batch, Draft
+from draftahead.drafters.base import Drafter
+from draftahead.kv.cache import KVCache, LayerKVShape
+from draftahead.models.runner import ModelRunner
 from drafted import ALL, Clairvoyant
 from test_eagle import wide
 
 PROMPTS = zoo.ragged_prompts(4)
-GREEDY = Sampling(temperature=0, max_tokens=24)
-WARM = Sampling(temperature=0.9, top_p=0.95, max_tokens=24, seed=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+WARM = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def ahead(target: Any, drafter: str, **options: Any) -> LLM:
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("drafter", ["none", "lookup", "draft_model_self", "garbage_tree"])
-def test_texts_are_the_same(target: Any, drafter: str, sampling: Sampling) -> None:
+def test_texts_are_the_same(target: Any, drafter: str, sampling: SamplingParams) -> None:
     """More prompts than rows: sequences come and go between two passes."""
     there = LLM(target, ALL[drafter](target), max_batch=2).generate(PROMPTS, sampling)
     outs = ahead(target, drafter).generate(PROMPTS, sampling)
@@ -109,7 +109,7 @@ def test_host_memory_goes_to_the_next_owner(monkeypatch: pytest.MonkeyPatch) -> 
 def test_tokens_and_verdict_are_read_together() -> None:
     draft = Draft(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[-1, 0]] * 2), [2, 2])
     assert draft.read_with(torch.tensor([[7], [8]])) == [[7], [8]]
-    assert draft.__dict__["rows"] == [[1, 2], [3, 4]]
+    assert draft.__dict__["host_tokens"] == [[1, 2], [3, 4]]
 
 
 # ------------------------------------------------------- trees that nobody has looked at
@@ -133,20 +133,20 @@ class Unseen(Drafter):
 
     def propose(self, batch: Batch) -> Draft | None:
         draft = self.other.propose(batch)
-        if draft is None or max(draft.sizes) == 1:
+        if draft is None or max(draft.num_nodes) == 1:
             return None
         self.steps += 1
-        sure = torch.full_like(draft.tokens, SURE)
+        sure = torch.full_like(draft.tokens, CONFIDENCE_SCALE)
         trees = torch.stack([draft.tokens, draft.parents, sure], 1).clone()
         if self.spoils:
             row, kind = self.steps % len(trees), self.steps % 5
             spoilt = [(0, 1, 10**9), (0, 0, 77), (1, -1, 50), (1, 1, -1), (2, 1, -(10**12))]
             part, node, value = spoilt[kind]
             trees[row, part, node] = value
-        return Draft.ahead(Growing(batch.roots, trees.to(self.device), Still()))
+        return Draft.from_device(DeviceDraft(batch.roots, trees.to(self.device), Still()))
 
 
-def planted(tokens: torch.Tensor, ahead: Ahead) -> tuple[torch.Tensor, torch.Tensor]:
+def planted(tokens: torch.Tensor, ahead: DeviceTree) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel `plant` makes of them: something that can be scored, whatever it is."""
     tokens = tokens.clamp(0, zoo.VOCABULARY - 1)
     tokens[:, 0] = torch.tensor(ahead.roots)
@@ -155,24 +155,24 @@ def planted(tokens: torch.Tensor, ahead: Ahead) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.fixture
-def reads_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def scores_device_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that does it as a GPU would."""
-    run = CachedModel.run
+    run = ModelRunner.run
 
-    def unseen(self: CachedModel, tokens: Any, *, parents: Any = None, **options: Any) -> Any:
-        if isinstance(parents, Ahead):
+    def unseen(self: ModelRunner, tokens: Any, *, parents: Any = None, **options: Any) -> Any:
+        if isinstance(parents, DeviceTree):
             tokens, parents = planted(tokens, parents)
         return run(self, tokens, parents=parents, **options)
 
-    monkeypatch.setattr(CachedModel, "run", unseen)
-    monkeypatch.setattr(CachedModel, "reads_ahead", lambda *_: True)
+    monkeypatch.setattr(ModelRunner, "run", unseen)
+    monkeypatch.setattr(ModelRunner, "scores_device_drafts", lambda *_: True)
 
 
 @pytest.mark.parametrize("spoils", [False, True])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-@pytest.mark.usefixtures("reads_ahead", "generous_policy")
+@pytest.mark.usefixtures("scores_device_drafts", "generous_policy")
 def test_trees_nobody_has_looked_at_change_no_text(
-    target: Any, sampling: Sampling, spoils: bool
+    target: Any, sampling: SamplingParams, spoils: bool
 ) -> None:
     plain = LLM(target, "none", max_batch=4).generate(PROMPTS, sampling)
     answers = {tuple(p): out.token_ids for p, out in zip(PROMPTS, plain, strict=True)}
@@ -184,7 +184,7 @@ def test_trees_nobody_has_looked_at_change_no_text(
         assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
         assert drafter.steps
         texts = [prompt + out.token_ids for prompt, out in zip(PROMPTS, outs, strict=True)]
-        for held in llm.engine.target.passes.cache.contents:  # what it may be reused for
+        for held in llm.engine.target.runner.cache.tokens_in:  # what it may be reused for
             assert any(text[: len(held)] == held for text in texts)
         if isinstance(other, Clairvoyant) and not spoils:
             assert sum(out.stats.accepted for out in outs) > sum(out.stats.steps for out in outs)
@@ -199,7 +199,7 @@ def test_where_nothing_reads_ahead_they_are_looked_at(target: Any) -> None:
     assert sum(out.stats.accepted for out in outs) > 0
 
 
-@pytest.mark.usefixtures("reads_ahead")
+@pytest.mark.usefixtures("scores_device_drafts")
 def test_only_trees_on_the_batchs_roots_are_read_ahead(target: Any) -> None:
     llm = LLM(target, "none", max_batch=2)
     for prompt in PROMPTS[:2]:
@@ -208,51 +208,57 @@ def test_only_trees_on_the_batchs_roots_are_read_ahead(target: Any) -> None:
     batch = llm.engine._batch()
     for roots, nodes, reads in ((batch.roots, 4, True), ([1, 2], 4, False), (batch.roots, 65, 0)):
         trees = torch.zeros(2, 3, nodes, dtype=torch.int64)
-        draft = Draft.ahead(Growing(roots, trees, Still()))
-        assert llm.engine.target.reads_ahead(draft, batch) == reads
-    assert not llm.engine.target.reads_ahead(Draft.nothing(batch.roots), batch)
+        draft = Draft.from_device(DeviceDraft(roots, trees, Still()))
+        assert llm.engine.target.scores_device_drafts(draft, batch) == reads
+    assert not llm.engine.target.scores_device_drafts(Draft.nothing(batch.roots), batch)
 
 
 def test_a_row_that_is_no_tree_counts_as_its_root() -> None:
     tokens, parents = [[5, 6, 7], [8, 9, 1]], [[-1, 0, 1], [-1, 0, 2]]
-    claims = [[SURE, SURE // 2, SURE], [SURE, 0, 0]]
-    trees = torch.tensor([tokens, parents, claims]).transpose(0, 1)
-    draft = Draft.ahead(Growing([5, 8], trees, Still()))
+    confidence = [
+        [CONFIDENCE_SCALE, CONFIDENCE_SCALE // 2, CONFIDENCE_SCALE],
+        [CONFIDENCE_SCALE, 0, 0],
+    ]
+    trees = torch.tensor([tokens, parents, confidence]).transpose(0, 1)
+    draft = Draft.from_device(DeviceDraft([5, 8], trees, Still()))
     assert draft.read_with(torch.tensor([[3], [4]])) == [[3], [4]]
-    assert draft.sizes == [3, 1]
-    assert draft.rows == [[5, 6, 7], [8, 8, 8]] and draft.above == [[-1, 0, 1], [-1, 0, 0]]
-    assert draft.claims == [[0.5, 0.5], []]  # none above its parent's
+    assert draft.num_nodes == [3, 1]
+    assert draft.host_tokens == [[5, 6, 7], [8, 8, 8]] and draft.host_parents == [
+        [-1, 0, 1],
+        [-1, 0, 0],
+    ]
+    assert draft.confidence == [[0.5, 0.5], []]  # none above its parent's
 
 
 def test_what_is_kept_moves_when_somebody_looks() -> None:
     """Where that has a quicker way: until then it is known where it lies, and nobody else sees."""
-    shapes, here = [LayerShape(1, 2, 1, 2)] * 2, torch.device("cpu")
+    shapes, here = [LayerKVShape(1, 2, 1, 2)] * 2, torch.device("cpu")
     caches = [KVCache(shapes, 2, 16, torch.float32, here) for _ in range(2)]
     moves: list[Any] = []
     caches[1].mover = lambda slots: bool(moves.append(slots))
     for cache in caches:
         for number, stored in enumerate(cache.stored()):
             stored.copy_(torch.arange(stored.numel()).view(stored.shape) + 1000 * number)
-        cache.contents = [[1, 2, 3], [4]]
+        cache.tokens_in = [[1, 2, 3], [4]]
         cache.keep([[0, 2, 5], [0, 1]], [[5, 6, 7], [8, 9]])
     assert not moves
     lazy = caches[1]
-    assert [lazy.slot_of(0, slot) for slot in range(7)] == [0, 1, 2, 3, 5, 8, 6]
-    assert [lazy.slot_of(1, slot) for slot in range(4)] == [0, 1, 2, 3]
-    assert [caches[0].slot_of(0, slot) for slot in range(7)] == list(range(7))
+    assert [lazy.physical_entry(0, slot) for slot in range(7)] == [0, 1, 2, 3, 5, 8, 6]
+    assert [lazy.physical_entry(1, slot) for slot in range(4)] == [0, 1, 2, 3]
+    assert [caches[0].physical_entry(0, slot) for slot in range(7)] == list(range(7))
     lazy.keep([[0, 3], [0, 2]], [[5, 6], [8, 9]])  # the first are moved before the next are known
     assert moves == [[(0, 4, 5), (0, 5, 8)]]
     caches[0].keep([[0, 3], [0, 2]], [[5, 6], [8, 9]])
     for one, other in zip(caches[0].stored(), lazy.stored(), strict=True):
         assert torch.equal(one, other)
     assert moves[1:] == [[(0, 7, 9), (1, 4, 5)]]
-    assert lazy.slot_of(0, 7) == 7
+    assert lazy.physical_entry(0, 7) == 7
 
 
 def test_keys_that_were_being_moved_when_it_stopped_are_not_believed(target: Any) -> None:
     """Neither by the next text with that beginning, nor by the one that goes on."""
     llm = ahead(target, "none")
-    engine, cache = llm.engine, llm.engine.target.passes.cache
+    engine, cache = llm.engine, llm.engine.target.runner.cache
     plain = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
     sequence = engine.add(llm._request(PROMPTS[0], GREEDY))[0]
     for _ in range(3):
@@ -262,11 +268,11 @@ def test_keys_that_were_being_moved_when_it_stopped_are_not_believed(target: Any
     def interrupted(slots: Any) -> bool:
         raise KeyboardInterrupt
 
-    last = len(cache.contents[0]) - 1
+    last = len(cache.tokens_in[0]) - 1
     cache.mover, cache._unmoved = interrupted, {(0, last - 1): last}
     with pytest.raises(KeyboardInterrupt):
         cache.settle()
-    assert len(cache.contents[0]) == last - 1
+    assert len(cache.tokens_in[0]) == last - 1
     cache.mover = None
     for stored in cache.stored():
         stored[:, 0, :, last - 1 :] = 7.0
@@ -277,7 +283,7 @@ def test_keys_that_were_being_moved_when_it_stopped_are_not_believed(target: Any
 
 def test_padding_that_a_pass_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded up where the decoder takes it, as it is where it takes only that."""
-    passes = CachedModel(wide(), max_batch=1, max_context=90, spare=64)
+    passes = ModelRunner(wide(), max_batch=1, max_context=90, spare=64)
     decoder = passes._decoder
     if decoder is None:
         pytest.skip("no compiler")
@@ -299,13 +305,13 @@ def test_padding_that_a_pass_has_no_room_for_is_left_out(monkeypatch: pytest.Mon
 class Moody(Clairvoyant):
     """Right about everything, and in no mood to be asked about itself."""
 
-    guided = True
+    adaptive = True
 
     @property
-    def hope(self) -> Any:
+    def expected_offer(self) -> Any:
         raise RuntimeError("none")
 
-    def meanwhile(self) -> None:
+    def idle_work(self) -> None:
         raise RuntimeError("no time")
 
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from draftahead import LLM, Draft, DrafterFaultWarning, Sampling
-from draftahead.drafters import sound
+from draftahead import LLM, Draft, DrafterFaultWarning, SamplingParams
+from draftahead.control.promises import AT_FIRST, RETRY, TRIES, Costly, Promise, Unseen
+from draftahead.control.rates import Calibration
+from draftahead.core.types import Batch
 from draftahead.drafters.auto import Auto, Guess, paths, union
-from draftahead.promises import AT_FIRST, RETRY, TRIES, Costly, Promise, Unseen
-from draftahead.rates import Calibration
-from draftahead.sampling import DraftDice
-from draftahead.types import Batch
+from draftahead.drafters.base import sound
+from draftahead.sampling.draft_sampler import RecordedDraftSampler
 
-GREEDY = Sampling(temperature=0, max_tokens=40)
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
 SIDES = ("suffix", "recycle", "draft_model")
 
 
@@ -56,14 +56,14 @@ def test_trees_are_laid_over_each_other(
         assert set(guess.names) == {n for n, draft in drafts.items() if path in paths(draft, 0)}
     chosen = auto_of(llm)._chosen(merged)
     assert len(chosen) <= 15
-    claims = [1.0, *(guess.worth for guess in chosen)]
-    for node in range(len(claims)):
+    confidence = [1.0, *(guess.worth for guess in chosen)]
+    for node in range(len(confidence)):
         below = sum(guess.worth for guess in chosen if guess.parent == node)
-        assert below <= claims[node] + 1e-9
-    draft = Draft.trees([9], [[(g.token, g.parent) for g in chosen]], [claims[1:]])
+        assert below <= confidence[node] + 1e-9
+    draft = Draft.trees([9], [[(g.token, g.parent) for g in chosen]], [confidence[1:]])
     (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(llm._request([9], GREEDY))
-    batch = Batch((sequence,), (99,), DraftDice([sequence], [99], zoo.VOCABULARY, "law"))
-    assert sound(draft, batch, zoo.VOCABULARY).claims is not None
+    batch = Batch((sequence,), (99,), RecordedDraftSampler([sequence], [99], zoo.VOCABULARY, "law"))
+    assert sound(draft, batch, zoo.VOCABULARY).confidence is not None
 
 
 def test_both_saying_so_counts_for_more_than_one() -> None:
@@ -178,8 +178,10 @@ def test_a_draft_model_joins_in() -> None:
     assert "draft_model" in said and "draft_model was asked" in said
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.9, max_tokens=40, seed=4)])
-def test_a_fixed_number_of_guesses_is_no_matter_of_the_clock(sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=0.9, max_tokens=40, seed=4)]
+)
+def test_a_fixed_number_of_guesses_is_no_matter_of_the_clock(sampling: SamplingParams) -> None:
     """With a draft model too: for a seed, the text of plain decoding."""
     target = zoo.tiny("llama")
     config = {"method": "auto", "model": zoo.tiny("llama", seed=1), "num_speculative_tokens": 7}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import zoo
-from draftahead import LLM, Sampling
-from draftahead.parts import Part
-from draftahead.passes import CachedModel
-from draftahead.runtime import build
-from draftahead.runtime.cpu import CpuDecoder
-from draftahead.runtime.linear import quantize_model
+from draftahead import LLM, SamplingParams
+from draftahead.backends.cpu import build
+from draftahead.backends.cpu.decoder import CpuDecoder
+from draftahead.backends.cpu.linear import quantize_model
+from draftahead.models.layer_subset import LayerSubset
+from draftahead.models.runner import ModelRunner
 from test_runtime import SHAPES, shaped
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason=str(build.problem()))
@@ -27,8 +27,8 @@ TEXTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
 CHAIN = torch.tensor([[50, 51, 52], [60, 61, 62]])
 
 
-def filled(model: Any, texts: list[list[int]] = TEXTS) -> CachedModel:
-    passes = CachedModel(model, max_batch=4, max_context=64, spare=16)
+def filled(model: Any, texts: list[list[int]] = TEXTS) -> ModelRunner:
+    passes = ModelRunner(model, max_batch=4, max_context=64, spare=16)
     for row, text in enumerate(texts, start=1):
         passes.prefill(row, text)
     return passes
@@ -64,7 +64,7 @@ def random_trees(dice: random.Random, size: int) -> tuple[Tensor, Tensor]:
     return torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs])
 
 
-def everything(passes: CachedModel, logits: Tensor, width: int) -> list[Tensor]:
+def everything(passes: ModelRunner, logits: Tensor, width: int) -> list[Tensor]:
     """The logits, and all keys and values up to the last node."""
     found = [logits.clone()]
     for row, text in enumerate(TEXTS, start=1):
@@ -84,7 +84,7 @@ def test_the_same_bits_as_a_whole_pass(name: str, done_below: list[int]) -> None
         quantize_model(model)
     drafted, fresh, dice = filled(model), filled(model), random.Random(3)
     for trial in range(12):
-        part = Part(model, range(1 + trial % 3), exit=None if trial % 2 else _spoiled)
+        part = LayerSubset(model, range(1 + trial % 3), exit=None if trial % 2 else _spoiled)
         tokens, parents = random_trees(dice, 2 + trial % 7)
         drafted.run(tokens, first=1, parents=parents, part=part)
         tokens, parents = random_trees(dice, 1 + (5 * trial) % 8)
@@ -104,7 +104,7 @@ def _spoiled(states: Tensor) -> Tensor:
 def test_a_chain_fed_token_by_token(name: str, done_below: list[int]) -> None:
     """Longer than the window of one of them."""
     model = shaped(name)
-    drafted, fresh, part = filled(model), filled(model), Part(model, (0, 1))
+    drafted, fresh, part = filled(model), filled(model), LayerSubset(model, (0, 1))
     chain = torch.arange(50, 78).view(2, 14)
     for ahead in range(13):
         drafted.run(chain[:, ahead : ahead + 1], first=1, part=part, ahead=ahead)
@@ -115,7 +115,7 @@ def test_a_chain_fed_token_by_token(name: str, done_below: list[int]) -> None:
 
 def test_rows_of_which_one_was_guessed_otherwise(done_below: list[int]) -> None:
     model = shaped("llama")
-    drafted, fresh, part = filled(model), filled(model), Part(model, (0, 1))
+    drafted, fresh, part = filled(model), filled(model), LayerSubset(model, (0, 1))
     drafted.run(CHAIN, first=1, part=part)
     other = CHAIN.clone()
     other[1, 1] = 13
@@ -124,27 +124,29 @@ def test_rows_of_which_one_was_guessed_otherwise(done_below: list[int]) -> None:
     assert same(everything(drafted, found, 3), everything(fresh, fresh.run(other, first=1), 3))
 
 
-VOID: dict[str, Callable[[CachedModel, Any], object]] = {
+VOID: dict[str, Callable[[ModelRunner, Any], object]] = {
     "another pass": lambda passes, model: passes.run(torch.tensor([[1, 2, 3, 4]] * 2), first=1),
     "a pass of another row": lambda passes, model: passes.run(torch.tensor([[1]])),
-    "another part": lambda passes, model: passes.run(CHAIN, first=1, part=Part(model, (0, 2))),
-    "rows that changed places": lambda passes, model: passes.cache.swap_rows(1, 2),
-    "a row that was copied": lambda passes, model: passes.cache.copy_row(1, 2),
-    "a row that was forgotten": lambda passes, model: passes.cache.clear_row(2),
+    "another part": lambda passes, model: passes.run(
+        CHAIN, first=1, part=LayerSubset(model, (0, 2))
+    ),
+    "rows that changed places": lambda passes, model: passes.cache.swap_slots(1, 2),
+    "a row that was copied": lambda passes, model: passes.cache.copy_slot(1, 2),
+    "a row that was forgotten": lambda passes, model: passes.cache.clear_slot(2),
     "tokens that were kept": lambda passes, model: passes.cache.keep([[0]], [[50]], first=1),
     "tokens that were kept, and dropped again": lambda passes, model: _kept_and_dropped(passes),
-    "a text cut short": lambda passes, model: passes.cache.contents[1].pop(),
-    "another text": lambda passes, model: passes.cache.contents[1].__setitem__(0, 77),
+    "a text cut short": lambda passes, model: passes.cache.tokens_in[1].pop(),
+    "another text": lambda passes, model: passes.cache.tokens_in[1].__setitem__(0, 77),
     "weights that were replaced": lambda passes, model: _replace(passes, model),
 }
 
 
-def _kept_and_dropped(passes: CachedModel) -> None:
+def _kept_and_dropped(passes: ModelRunner) -> None:
     passes.cache.keep([[0, 2]], [[50, 52]], first=1)
-    del passes.cache.contents[1][-2:]
+    del passes.cache.tokens_in[1][-2:]
 
 
-def _replace(passes: CachedModel, model: Any) -> None:
+def _replace(passes: ModelRunner, model: Any) -> None:
     linear = model.model.layers[0].mlp.down_proj
     linear.weight = torch.nn.Parameter(2 * linear.weight, requires_grad=False)
     passes.prefill(0, [1, 2])
@@ -154,24 +156,24 @@ def _replace(passes: CachedModel, model: Any) -> None:
 def test_what_makes_it_void(what: str, done_below: list[int]) -> None:
     model = shaped("llama")
     passes = filled(model)
-    passes.run(CHAIN, first=1, part=Part(model, (0, 1)))
+    passes.run(CHAIN, first=1, part=LayerSubset(model, (0, 1)))
     VOID[what](passes, model)
     passes.run(CHAIN, first=1)
     assert not done_below
 
 
-@pytest.mark.parametrize("change", ["swap_rows", "copy_row", "clear_row"])
+@pytest.mark.parametrize("change", ["swap_slots", "copy_slot", "clear_slot"])
 def test_rows_that_look_alike_are_not_taken_for_each_other(
     change: str, done_below: list[int]
 ) -> None:
     model = shaped("llama")
-    passes, part = filled(model, [[5, 6], [5, 6], [5, 6]]), Part(model, (0, 1))
+    passes, part = filled(model, [[5, 6], [5, 6], [5, 6]]), LayerSubset(model, (0, 1))
     passes.run(CHAIN, first=1, part=part)
     passes.run(CHAIN, first=2)
-    if change == "clear_row":
-        passes.cache.contents[2].clear()
+    if change == "clear_slot":
+        passes.cache.tokens_in[2].clear()
     passes.run(CHAIN, first=1, part=part)
-    getattr(passes.cache, change)(*((2,) if change == "clear_row" else (1, 2)))
+    getattr(passes.cache, change)(*((2,) if change == "clear_slot" else (1, 2)))
     passes.run(CHAIN, first=1)
     assert not done_below
 
@@ -180,22 +182,22 @@ def test_rows_that_look_alike_are_not_taken_for_each_other(
 def test_other_rows_are_another_affair(first: int, done_below: list[int]) -> None:
     model = shaped("llama")
     passes = filled(model)
-    passes.run(CHAIN, first=1, part=Part(model, (0, 1)))
+    passes.run(CHAIN, first=1, part=LayerSubset(model, (0, 1)))
     passes.run(CHAIN, first=first)
-    passes.run(CHAIN, first=1, part=Part(model, (0, 1)))
+    passes.run(CHAIN, first=1, part=LayerSubset(model, (0, 1)))
     passes.run(CHAIN[:1], first=1)
     assert not done_below
 
 
 def test_a_chain_that_follows_nothing_is_not_noted(done_below: list[int]) -> None:
     model = shaped("llama")
-    passes, part = filled(model), Part(model, (0, 1))
+    passes, part = filled(model), LayerSubset(model, (0, 1))
     passes.run(CHAIN, first=1, part=part, ahead=1)
     passes.run(CHAIN, first=1)
     passes.run(CHAIN, first=1, parents=torch.tensor([[-1, 0, 0]] * 2), part=part)
     passes.run(CHAIN[:, :1], first=1, part=part, ahead=3)  # behind a tree: no chain
     passes.run(CHAIN, first=1)
-    passes.run(CHAIN[:, :1], first=1, part=Part(model, (0,)))
+    passes.run(CHAIN[:, :1], first=1, part=LayerSubset(model, (0,)))
     passes.run(CHAIN[:, 1:], first=1, part=part, ahead=1)  # behind fewer layers
     passes.run(CHAIN, first=1)
     assert not done_below
@@ -206,7 +208,7 @@ def test_a_root_that_is_not_finite_shows(done_below: list[int]) -> None:
     model = shaped("llama")
     drafted, fresh = filled(model), filled(model)
     model.get_input_embeddings().weight[50] = torch.nan
-    drafted.run(CHAIN, first=1, part=Part(model, (0, 1, 2)))
+    drafted.run(CHAIN, first=1, part=LayerSubset(model, (0, 1, 2)))
     found, expected = drafted.run(CHAIN, first=1), fresh.run(CHAIN, first=1)
     assert done_below == [0] and expected[0].isnan().all() and not expected[1].isnan().any()
     assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(found[1], expected[1])
@@ -214,7 +216,7 @@ def test_a_root_that_is_not_finite_shows(done_below: list[int]) -> None:
 
 def test_states_that_are_watched_come_from_whole_passes(done_below: list[int]) -> None:
     model = shaped("llama")
-    passes, part = filled(model), Part(model, (0, 1))
+    passes, part = filled(model), LayerSubset(model, (0, 1))
     passes.watch((1,))
     for row, text in enumerate(TEXTS, start=1):
         passes.prefill(row, text)
@@ -230,7 +232,7 @@ def test_texts_are_those_of_whole_passes(
     number: int | None, temperature: float, done_below: list[int]
 ) -> None:
     model, prompts = shaped("qwen2"), zoo.ragged_prompts(3)
-    sampling = Sampling(temperature=temperature, max_tokens=32, seed=5, logprobs=0)
+    sampling = SamplingParams(temperature=temperature, max_tokens=32, seed=5, logprobs=0)
     config = {"method": "early_exit", "layers": 2, "num_speculative_tokens": number}
 
     def texts(drafter: Any) -> list[Any]:

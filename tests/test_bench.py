@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import weakref
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zoo
-from draftahead import LLM, Sampling, Stats, errors
+from draftahead import LLM, SamplingParams, Stats, errors
 from draftahead.bench.measure import Group, context_for, grouped, measure, results_of
+from draftahead.bench.prompts import BenchPrompt, load_prompts
 from draftahead.bench.rows import measure_rows, weight_bytes
 from draftahead.bench.sides import Ours, Outcome
-from draftahead.passes import CachedModel
-from draftahead.prompts import BenchPrompt, load_prompts
+from draftahead.models.runner import ModelRunner
 from test_cli import folder, run  # noqa: F401  (a fixture)
 
 TASKS = {"chat", "code", "code_edit", "summary", "question_with_context", "translation"}
@@ -50,11 +50,11 @@ def test_files_in_spec_benchs_format(tmp_path: Path) -> None:
 class Scripted(Ours):
     """A side whose times are given: one list of seconds a turn."""
 
-    def __init__(self, name: str, seconds: Seq[float], log: list[str]) -> None:
+    def __init__(self, name: str, seconds: Sequence[float], log: list[str]) -> None:
         self.name, self.batch, self.log = name, 1, log
         self._seconds = iter(seconds)
 
-    def run(self, prompts: Seq[list[int]], sampling: Sampling) -> Outcome:
+    def run(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> Outcome:
         self.log.append(self.name)
         if sampling.max_tokens == 4:  # the warm-up
             return Outcome(0.0, 0, [])
@@ -70,7 +70,7 @@ def test_sides_take_turns_and_medians_count() -> None:
     plain = Scripted("none", [2.0, 9.0, 2.0, 4.0, 4.0, 4.0], log)
     fast = Scripted("fast", [1.0, 1.0, 7.0, 1.0, 1.0, 1.0], log)
     groups = [Group("a", [[1]]), Group("b", [[2]])]
-    found = measure([plain, fast], groups, Sampling(max_tokens=9), repeats=3)
+    found = measure([plain, fast], groups, SamplingParams(max_tokens=9), repeats=3)
     turns = "none fast fast none none fast fast none none fast fast none"
     assert " ".join(log[2:]) == turns
     results = {(r["name"], r["task"]): r for r in results_of(found, plain="none")}
@@ -90,7 +90,7 @@ def test_an_interrupt_keeps_what_is_there() -> None:
     plain = Scripted("none", [2.0, 2.0, 2.0], log)
     fast = Scripted("fast", [1.0, 1.0, -1.0], log)
     groups = [Group("a", [[1]]), Group("b", [[2]])]
-    found = measure([plain, fast], groups, Sampling(max_tokens=9), repeats=2)
+    found = measure([plain, fast], groups, SamplingParams(max_tokens=9), repeats=2)
     assert found.interrupted
     assert {r["task"] for r in results_of(found, plain="none")} == {"a", "overall"}
 
@@ -116,7 +116,7 @@ def test_weight_bytes_count_what_a_pass_reads() -> None:
 
 
 def test_rows_are_measured_beside_the_limit() -> None:
-    passes = CachedModel(zoo.tiny("llama"), max_batch=1, max_context=64, spare=8)
+    passes = ModelRunner(zoo.tiny("llama"), max_batch=1, max_context=64, spare=8)
     curve = measure_rows(passes, rows=(1, 4), context=16, repeats=3)
     assert [row["rows"] for row in curve["rows"]] == [1, 4]
     assert curve["memory_limit_ms"] > 0
@@ -205,7 +205,7 @@ def test_no_batch_size_finds_the_caches_of_another(
     def noted(first: LLM, *args: Any, **kwargs: Any) -> LLM:
         alive.append(sum(cache() is not None for cache in made))
         llm = sibling(first, *args, **kwargs)
-        made.append(weakref.ref(llm.engine.target.passes.cache))
+        made.append(weakref.ref(llm.engine.target.runner.cache))
         return llm
 
     monkeypatch.setattr(LLM, "sibling", noted)

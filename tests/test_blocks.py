@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zoo
-from draftahead import LLM, Sampling
+from draftahead import LLM, SamplingParams
 from draftahead.errors import ConfigError
 from draftahead.train import texts as texts_module
 from draftahead.train.blocks import Block, Blocks
@@ -103,11 +103,11 @@ class Counted:
     """A decoder that counts its passes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-        self.passes = 0
+        self.runner = 0
         real = model.get_decoder()
 
         def decoder(**given: Any) -> Any:
-            self.passes += 1
+            self.runner += 1
             return real(**given)
 
         monkeypatch.setattr(model, "get_decoder", lambda: decoder)
@@ -130,7 +130,7 @@ def test_kept_states_are_those_computed_anew(
     if folder is not None:
         assert not list(folder.iterdir())  # its file has no name, and goes with the process
     for epoch in range(3):
-        before = counted.passes
+        before = counted.runner
         for _ in range(len(kept._epoch(epoch))):
             mine, other = next(stream), next(anew)
             real = mine.real
@@ -139,7 +139,7 @@ def test_kept_states_are_those_computed_anew(
             assert torch.allclose(mine.last[real], other.last[real], atol=1e-4)
             assert mine.states.isfinite().all()
         # `anew` passes by the model as well: it was bound to it all along.
-        mine_alone = counted.passes - before - len(kept._epoch(epoch))
+        mine_alone = counted.runner - before - len(kept._epoch(epoch))
         if epoch == 0:
             assert mine_alone == count
         else:
@@ -214,7 +214,7 @@ def test_what_cannot_be_learnt_from_is_refused(model: Any) -> None:
 
 # ---------------------------------------------------------------------------------- answers
 
-SAID = Sampling(temperature=0.8, seed=5, max_tokens=6)
+SAID = SamplingParams(temperature=0.8, seed=5, max_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts_module, "GROUPS", 2)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def tokens_in(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
@@ -256,7 +256,7 @@ def test_answers_go_on_where_they_were(
     part = tmp_path / "part"
     with pytest.raises(KeyboardInterrupt):
         write_answers(llm, prompts, part, sampling=SAID)
-    assert sorted(contents(part)) == [
+    assert sorted(tokens_in(part)) == [
         "answers-00000.safetensors",
         "answers-00001.safetensors",
         NOTES,
@@ -265,7 +265,7 @@ def test_answers_go_on_where_they_were(
     found = write_answers(llm, prompts, part, sampling=SAID, told=lambda *said: told.append(said))
     assert calls == 100 + 6  # what was done is not done again
     assert [done for done, _, _ in told] == [1, 2, 3, 4, 5]
-    assert contents(part) == contents(tmp_path / "whole")
+    assert tokens_in(part) == tokens_in(tmp_path / "whole")
     assert torch.equal(found.tokens, whole.tokens)
 
 
@@ -274,7 +274,7 @@ def test_parts_give_the_files_of_one_process(llm: LLM, tmp_path: Path) -> None:
     write_answers(llm, prompts, tmp_path / "one", sampling=SAID)
     for number in (2, 1, 3):
         write_answers(llm, prompts, tmp_path / "three", sampling=SAID, part=(number, 3))
-    assert contents(tmp_path / "three") == contents(tmp_path / "one")
+    assert tokens_in(tmp_path / "three") == tokens_in(tmp_path / "one")
 
 
 def test_a_batch_of_another_size_goes_on_as_well(llm: LLM, model: Any, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_batch_of_another_size_goes_on_as_well(llm: LLM, model: Any, tmp_path:
     small = LLM(model, "none", tokenizer=zoo.tokenizer(), max_batch=1, max_context=64)
     found = write_answers(small, prompts, tmp_path / "two", sampling=SAID)
     assert len(found) == 18
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert tokens_in(tmp_path / "two") == tokens_in(tmp_path / "one")
 
 
 def test_answers_of_another_kind_are_not_mixed(llm: LLM, tmp_path: Path) -> None:
@@ -294,8 +294,8 @@ def test_answers_of_another_kind_are_not_mixed(llm: LLM, tmp_path: Path) -> None
     other = LLM(zoo.tiny("llama", dtype=torch.float32, seed=1), "none", max_batch=2, max_context=64)
     for which, asked, sampling in (
         (llm, prompts[:5], SAID),
-        (llm, prompts, Sampling(temperature=0.7, seed=5, max_tokens=6)),
-        (llm, prompts, Sampling(temperature=0.8, seed=5, max_tokens=7)),
+        (llm, prompts, SamplingParams(temperature=0.7, seed=5, max_tokens=6)),
+        (llm, prompts, SamplingParams(temperature=0.8, seed=5, max_tokens=7)),
         (other, prompts, SAID),
     ):
         with pytest.raises(ConfigError, match="name another folder, or delete that one"):
@@ -313,7 +313,7 @@ def test_prompts_too_long_are_left_out(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prompt has at most 2 tokens"):
         write_answers(llm, prompts, tmp_path / "b", sampling=SAID, longest=2)
     with pytest.raises(ConfigError, match="no room for prompts in a context of 64"):
-        write_answers(llm, prompts, tmp_path / "c", sampling=Sampling(max_tokens=64))
+        write_answers(llm, prompts, tmp_path / "c", sampling=SamplingParams(max_tokens=64))
 
 
 def test_damaged_answers_say_so(llm: LLM, tmp_path: Path) -> None:

@@ -154,8 +154,8 @@ def test_demo_races_and_writes_its_table(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
+    from draftahead.bench.prompts import BenchPrompt
     from draftahead.cli import demo
-    from draftahead.prompts import BenchPrompt
 
     prompts = [BenchPrompt(kind, kind, ("w5 w6 w7 w5 w6",)) for kind in demo.KINDS]
     monkeypatch.setattr(demo, "load_prompts", lambda: prompts)
@@ -174,7 +174,7 @@ def test_interrupt_ends_cleanly(folder: str) -> None:
     """A real process, a real SIGINT, in the middle of a text."""
     arguments = [folder, "--max-tokens", "100", "--raw"]
     slow = (
-        "import time; from draftahead import engine, cli; real = engine.Engine.step\n"
+        "import time; from draftahead import cli; from draftahead.engine import engine; real = engine.Engine.step\n"
         "def step(self): time.sleep(0.2); return real(self)\n"
         "engine.Engine.step = step; cli.main()"
     )

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
 import zoo
-from draftahead import LLM, Completion, Sampling
-from draftahead.text import TextTail
+from draftahead import LLM, Completion, SamplingParams
+from draftahead.core.detokenizer import Detokenizer
 from drafted import Clairvoyant
 
 LENGTH = 40
@@ -49,7 +49,7 @@ def plain(target: Any, tokenizer: Any) -> LLM:
     return LLM(target, drafter="none", tokenizer=tokenizer, max_batch=3)
 
 
-def both(drafted: LLM, plain: LLM, sampling: Sampling, prompt: int = 1) -> Completion:
+def both(drafted: LLM, plain: LLM, sampling: SamplingParams, prompt: int = 1) -> Completion:
     """Generates with and without drafting, insists on the same, returns it."""
     one = drafted.generate(PROMPTS[prompt], sampling)[0]
     other = plain.generate(PROMPTS[prompt], sampling)[0]
@@ -59,8 +59,8 @@ def both(drafted: LLM, plain: LLM, sampling: Sampling, prompt: int = 1) -> Compl
     return one
 
 
-def greedy(**fields: Any) -> Sampling:
-    return Sampling(**{"temperature": 0, "max_tokens": LENGTH, **fields})
+def greedy(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": LENGTH, **fields})
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 17])
@@ -183,15 +183,15 @@ def test_a_dropped_stream_frees_its_row(drafted: LLM) -> None:
 
 
 def test_n_samples_differ_and_can_be_repeated(drafted: LLM, plain: LLM) -> None:
-    warm = Sampling(temperature=1.0, max_tokens=16, n=5, seed=3)
+    warm = SamplingParams(temperature=1.0, max_tokens=16, n=5, seed=3)
     outs = drafted.generate(PROMPTS[0], warm)
     assert [out.sample for out in outs] == [0, 1, 2, 3, 4]
     assert len({tuple(out.token_ids) for out in outs}) == 5
     assert [o.token_ids for o in plain.generate(PROMPTS[0], warm)] == [o.token_ids for o in outs]
-    fresh = drafted.generate(PROMPTS[0], Sampling(temperature=1.0, max_tokens=16))[0]
-    again = drafted.generate(PROMPTS[0], Sampling(temperature=1.0, max_tokens=16, seed=fresh.seed))[
-        0
-    ]
+    fresh = drafted.generate(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=16))[0]
+    again = drafted.generate(
+        PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=16, seed=fresh.seed)
+    )[0]
     assert fresh.token_ids == again.token_ids
 
 
@@ -227,7 +227,7 @@ def test_users_logits_processor_sees_the_nodes_path(
 
 
 def test_logprobs_are_of_the_law_sampled_from(drafted: LLM, plain: LLM, target: Any) -> None:
-    warm = Sampling(temperature=0.7, top_k=5, max_tokens=12, seed=2, logprobs=5)
+    warm = SamplingParams(temperature=0.7, top_k=5, max_tokens=12, seed=2, logprobs=5)
     out = both(drafted, plain, warm)
     assert out.logprobs is not None
     ids = list(PROMPTS[1])
@@ -247,30 +247,31 @@ def test_logprobs_are_of_the_law_sampled_from(drafted: LLM, plain: LLM, target: 
 
 
 def test_unset_fields_follow_the_generation_config(target: Any) -> None:
-    from draftahead.presets import followed
+    from draftahead.loader.generation_config import followed
 
     config = target.generation_config
     config.do_sample, config.temperature, config.top_k, config.max_new_tokens = True, 0.6, 3, 7
     config.min_p, config.repetition_penalty, config.bad_words_ids = 0.1, 1.5, [[4]]
     try:
-        found = followed(Sampling(), target, 100, with_text=False)
+        found = followed(SamplingParams(), target, 100, with_text=False)
         assert (found.temperature, found.top_k, found.max_tokens) == (0.6, 3, 7)
         assert (found.min_p, found.repetition_penalty) == (0.1, 1.5)
         assert found.bad_words == [[4]]
-        kept = followed(Sampling(temperature=0, max_tokens=3), target, 100, with_text=False)
+        kept = followed(SamplingParams(temperature=0, max_tokens=3), target, 100, with_text=False)
         assert (kept.temperature, kept.max_tokens) == (0, 3)
     finally:
         config.do_sample, config.temperature, config.top_k, config.max_new_tokens = [None] * 4
         config.min_p, config.repetition_penalty, config.bad_words_ids = [None] * 3
-    assert followed(Sampling(), target, 100, with_text=False).greedy
+    assert followed(SamplingParams(), target, 100, with_text=False).greedy
 
 
 def test_penalties_by_hand() -> None:
     """Repetition over prompt and output, the other two over the output alone, counted."""
-    from draftahead.sampling import Context, processed
+    from draftahead.sampling.noise import NodeContext
+    from draftahead.sampling.processors import processed
     from toy import World
 
-    setting = Sampling(
+    setting = SamplingParams(
         temperature=1.0,
         repetition_penalty=2.0,
         presence_penalty=0.5,
@@ -280,7 +281,7 @@ def test_penalties_by_hand() -> None:
     )
     sequence = World(0, setting, prompt=(0, 1)).sequence()
     sequence.tokens += [2, 2]
-    found = processed(torch.tensor([[4.0, -4.0, 4.0, 4.0]]), [Context(sequence, (1,))])
+    found = processed(torch.tensor([[4.0, -4.0, 4.0, 4.0]]), [NodeContext(sequence, (1,))])
     # 0: in the prompt. 1: in the prompt, and drafted once. 2: twice in the output. 3: biased.
     assert found.tolist() == [[2.0, -8.0 - 0.75, 2.0 - 1.0, 5.0]]
 
@@ -303,25 +304,27 @@ def test_a_processor_that_fails_ends_its_own_request(plain: LLM) -> None:
 
 
 def test_greedy_takes_the_lowest_id_on_ties(target: Any) -> None:
-    from draftahead.sampling import Context, draw, law_of
+    from draftahead.sampling.noise import NodeContext
+    from draftahead.sampling.processors import probs_of
+    from draftahead.sampling.sample import draw
     from toy import World
 
-    context = Context(World(0, greedy(repetition_penalty=1.0)).sequence())
+    context = NodeContext(World(0, greedy(repetition_penalty=1.0)).sequence())
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
     assert draw(logits, [context])[0].tolist() == [1]
-    assert law_of(logits, [context]).tolist() == [[0, 1, 0, 0]]
+    assert probs_of(logits, [context]).tolist() == [[0, 1, 0, 0]]
 
 
 def test_text_tail_completes_characters() -> None:
     data = "añ→😀 b".encode()
-    tail = TextTail(lambda ids: bytes(ids).decode("utf-8", errors="replace"), ["→😀"])
+    tail = Detokenizer(lambda ids: bytes(ids).decode("utf-8", errors="replace"), ["→😀"])
     shown = []
     for byte in data:
         tail.push(byte)
         shown.append(tail.text)
         assert "�" not in tail.text
     assert tail.text == data.decode()
-    stop = TextTail(lambda ids: bytes(ids).decode("utf-8", errors="replace"), ["→😀"])
+    stop = Detokenizer(lambda ids: bytes(ids).decode("utf-8", errors="replace"), ["→😀"])
     for byte in data[:-2]:
         stop.push(byte)
     at = stop.find_stop()

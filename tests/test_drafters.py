@@ -19,12 +19,12 @@ from draftahead import (
     Draft,
     Drafter,
     DrafterFaultWarning,
-    Sampling,
+    SamplingParams,
     errors,
 )
 from draftahead.drafters.lookup import NgramIndex
 
-GREEDY = Sampling(temperature=0, max_tokens=30)
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
 
 
 def slow_lookup(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
@@ -110,7 +110,7 @@ def test_draft_model_with_a_shorter_context_than_the_target() -> None:
     config = {"method": "draft_model", "model": draft, "num_speculative_tokens": 5}
     llm = LLM(target, drafter=config)
     long, short = zoo.ragged_prompts(1)[0] * 12, zoo.ragged_prompts(2)[1]
-    outs = llm.generate([long, short], Sampling(temperature=0, max_tokens=16))
+    outs = llm.generate([long, short], SamplingParams(temperature=0, max_tokens=16))
     assert [out.token_ids for out in outs] == [zoo.reference(target, p, 16) for p in (long, short)]
     assert outs[0].stats.drafted == 0
     assert outs[1].stats.accepted > 0
@@ -133,15 +133,17 @@ def tokenizer_of(words: list[str]) -> Any:
 
 
 def test_vocabularies_are_compared_token_by_token() -> None:
-    from draftahead.drafters import Setting
+    from draftahead.drafters.base import DrafterContext
     from draftahead.drafters.draft_model import check_vocabulary
 
     words = [f"w{i}" for i in range(90)]
     swapped = [*words[:40], "w41", "w40", *words[42:]]
 
-    def setting(tokenizer: Any) -> Setting:
+    def setting(tokenizer: Any) -> DrafterContext:
         model = zoo.tiny("llama")
-        return Setting(model.device, model.dtype, 97, tokenizer, 1, 64, lambda name: (None, None))
+        return DrafterContext(
+            model.device, model.dtype, 97, tokenizer, 1, 64, lambda name: (None, None)
+        )
 
     # Embeddings may be padded to another size behind the same 90 tokens.
     check_vocabulary(setting(tokenizer_of(words)), tokenizer_of(words), 128)
@@ -157,9 +159,10 @@ def test_padded_draft_vocabulary_is_cut_to_the_targets(options: dict[str, int]) 
     tokenizer = tokenizer_of([f"w{i}" for i in range(90)])
     draft.resize_token_embeddings(128)
     llm = LLM(target, drafter="none", tokenizer=tokenizer)
-    from draftahead.drafters import Setting, build
+    from draftahead.drafters.base import DrafterContext
+    from draftahead.drafters.registry import build
 
-    setting = Setting(
+    setting = DrafterContext(
         target.device, target.dtype, 97, tokenizer, 8, 128, lambda name: (draft, tokenizer)
     )
     config = {"method": "draft_model", "model": "by-name", **options}
@@ -169,11 +172,11 @@ def test_padded_draft_vocabulary_is_cut_to_the_targets(options: dict[str, int]) 
     assert out.stats.accepted > 10
 
 
-def tree_of(llm: LLM, prompt: list[int], sampling: Sampling) -> tuple[Draft, Any]:
+def tree_of(llm: LLM, prompt: list[int], sampling: SamplingParams) -> tuple[Draft, Any]:
     """What the drafter proposes after a prompt, and the sequence it is for."""
     (sequence,) = llm.engine.add(llm._request(prompt, sampling))
     llm.engine._admit()
-    batch = dataclasses.replace(llm.engine._batch(), price=None)
+    batch = dataclasses.replace(llm.engine._batch(), step_cost=None)
     draft = llm.engine.drafter.propose(batch)
     assert draft is not None
     return draft, sequence
@@ -186,16 +189,20 @@ def test_a_draft_models_tree_follows_its_own_probabilities() -> None:
     llm = LLM(zoo.tiny("llama"), {"method": "draft_model", "model": draft_model})
     prompt = zoo.ragged_prompts(3)[2]
     draft, _ = tree_of(llm, prompt, GREEDY)
-    assert draft.claims is not None
-    tokens, parents, claims = draft.rows[0], draft.above[0], [1.0, *draft.claims[0]]
+    assert draft.confidence is not None
+    tokens, parents, confidence = (
+        draft.host_tokens[0],
+        draft.host_parents[0],
+        [1.0, *draft.confidence[0]],
+    )
     assert len(tokens) > 5 and not draft.is_chain
     paths: list[list[int]] = [[]]
-    for node in range(1, draft.sizes[0]):
+    for node in range(1, draft.num_nodes[0]):
         paths.append([*paths[parents[node]], tokens[node]])
         before = torch.tensor([prompt + paths[node][:-1]])
         law = draft_model(before).logits[0, -1].softmax(-1)
-        expected = claims[parents[node]] * float(law[tokens[node]])
-        assert claims[node] == pytest.approx(expected, rel=1e-5)
+        expected = confidence[parents[node]] * float(law[tokens[node]])
+        assert confidence[node] == pytest.approx(expected, rel=1e-5)
         assert int((law > law[tokens[node]]).sum()) < 4  # one of the best four there
     assert len({tuple(path) for path in paths}) == len(paths)
 
@@ -203,14 +210,14 @@ def test_a_draft_models_tree_follows_its_own_probabilities() -> None:
 def test_a_guided_draft_model_knows_the_noise() -> None:
     """With the target's own law its first guess at every level is what the target draws."""
     target = zoo.tiny("llama")
-    warm = Sampling(temperature=0.9, top_k=30, max_tokens=30, seed=3)
+    warm = SamplingParams(temperature=0.9, top_k=30, max_tokens=30, seed=3)
     text = LLM(target, "none").generate([[1, 2, 3]], warm)[0].token_ids
     llm = LLM(target, {"method": "draft_model", "model": target})
     draft, _ = tree_of(llm, [1, 2, 3], warm)
     at, trunk = 0, []
-    while children := [n for n in range(1, draft.sizes[0]) if draft.above[0][n] == at]:
+    while children := [n for n in range(1, draft.num_nodes[0]) if draft.host_parents[0][n] == at]:
         at = children[0]  # the heaviest
-        trunk.append(draft.rows[0][at])
+        trunk.append(draft.host_tokens[0][at])
     assert trunk and trunk == text[: len(trunk)]
 
 
@@ -221,7 +228,7 @@ def test_a_guided_draft_model_with_a_shorter_context() -> None:
     draft.config.max_position_embeddings = 32
     llm = LLM(target, {"method": "draft_model", "model": draft})
     long, short = zoo.ragged_prompts(1)[0] * 12, zoo.ragged_prompts(2)[1]
-    samplings = [Sampling(temperature=0, max_tokens=tokens) for tokens in (16, 3)]
+    samplings = [SamplingParams(temperature=0, max_tokens=tokens) for tokens in (16, 3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         outs = llm.generate([long, short], samplings)
@@ -233,7 +240,7 @@ def test_a_level_that_took_long_once_is_tried_again() -> None:
     llm = LLM(zoo.tiny("llama"), {"method": "draft_model", "model": zoo.tiny("llama", seed=1)})
     drafter: Any = llm.engine.drafter
     drafter.grower.level_seconds, drafter.grower.levels = 30.0, 9
-    llm.generate([[1, 2, 3]] * 40, Sampling(temperature=0, max_tokens=40))
+    llm.generate([[1, 2, 3]] * 40, SamplingParams(temperature=0, max_tokens=40))
     assert drafter.grower.level_seconds < 30.0
 
 
@@ -243,15 +250,15 @@ class Peeper(Drafter):
     def propose(self, batch: Batch) -> Draft | None:
         flat = torch.zeros(len(batch.sequences), zoo.VOCABULARY)
         rows = list(range(len(batch.sequences)))
-        batch.dice.outlook(flat, rows, [()] * len(rows), 1)
-        batch.dice.draw(flat)
+        batch.draft_sampler.noise_coupled_topk(flat, rows, [()] * len(rows), 1)
+        batch.draft_sampler.draw(flat)
         return None
 
 
 def test_who_knows_the_noise_may_not_draw() -> None:
     """Not in that step, and in no later one: chosen with that knowledge, draws are biased."""
     target = zoo.tiny("llama")
-    warm = Sampling(temperature=0.9, max_tokens=20, seed=3)
+    warm = SamplingParams(temperature=0.9, max_tokens=20, seed=3)
     llm = LLM(target, Peeper())
     with pytest.warns(DrafterFaultWarning, match="knows too much to draw"):
         out = llm.generate([[1, 2, 3]], warm)[0]

@@ -14,13 +14,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import drafted
 import zoo
-from draftahead import LLM, Sampling, errors, tree
-from draftahead.drafters.eagle import LOOK_AGAIN, Eagle
-from draftahead.drafts import Draft
-from draftahead.heads.eagle import EagleConfig, EagleHead, RMSNorm, new_head
-from draftahead.runtime import build
+from draftahead import LLM, SamplingParams, errors
+from draftahead.backends.cpu import build
+from draftahead.core import tree
+from draftahead.core.draft import Draft
+from draftahead.drafters.eagle.drafter import LOOK_AGAIN, Eagle
+from draftahead.drafters.eagle.head import EagleConfig, EagleHead, RMSNorm, new_head
 
-GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TREE = [[-1, 0, 0, 1, 1, 2, 3]]
 KERNELS = [True, False]
 
@@ -80,9 +81,9 @@ def made(
     its trees."""
     if kernels and build.library() is None:
         pytest.skip("no compiler")
-    monkeypatch.setattr("draftahead.heads.eagle_passes.round_linears", lambda head: 0)
+    monkeypatch.setattr("draftahead.drafters.eagle.runner.round_linears", lambda head: 0)
     if not kernels:
-        monkeypatch.setattr("draftahead.heads.eagle_passes.cpu_kernels", lambda *_: None)
+        monkeypatch.setattr("draftahead.drafters.eagle.runner.cpu_kernels", lambda *_: None)
     model = wide()
     torch.manual_seed(1)
     head = new_head(model, torch.arange(0, zoo.VOCABULARY, 2), depths=(1, 2), layers=2)
@@ -99,7 +100,7 @@ def made(
     llm = LLM(model, {"method": "eagle", "model": head}, max_batch=rows)
     drafter = llm.engine.drafter
     assert isinstance(drafter, Eagle)
-    assert (drafter.passes._kernels is not None) == kernels
+    assert (drafter.runner._kernels is not None) == kernels
     return model, llm, drafter
 
 
@@ -116,11 +117,11 @@ def test_nodes_of_a_tree_are_what_the_head_says_along_their_paths(
     llm.engine._admit()
     batch = llm.engine._batch()
     with torch.inference_mode():
-        drafter.passes.catch_up(batch.sequences, [True] * 3)
+        drafter.runner.catch_up(batch.sequences, [True] * 3)
         guesses = torch.tensor([[0, 9, 4, 7, 2, 5, 8]]) + torch.arange(3)[:, None]
         for count in (2, 3, 6, 7):
-            drafter.passes.go_on(guesses[:, :count], torch.tensor(TREE * 3)[:, :count])
-        found = drafter.passes.logits
+            drafter.runner.go_on(guesses[:, :count], torch.tensor(TREE * 3)[:, :count])
+        found = drafter.runner.logits
     for row, prompt in enumerate(prompts):
         for node in range(7):
             path: list[int] = []
@@ -136,15 +137,15 @@ def test_nodes_of_a_tree_are_what_the_head_says_along_their_paths(
 def test_a_row_of_another_text_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its last text left there; and what both begin with is kept."""
     _, llm, drafter = made(False, monkeypatch, rows=2)
-    cache = drafter.passes.cache
+    cache = drafter.runner.cache
     for prompt in ([5, 6, 7, 8, 9], [5, 6, 7, 1, 2, 3, 4], [2, 2, 2], [2, 2, 2, 2, 2, 9, 9]):
         llm.engine.add(llm._request(prompt, GREEDY))
         llm.engine._admit()
-        drafter.passes.catch_up(llm.engine._batch().sequences, [True])
-        assert cache.contents[0] == prompt[1:]
+        drafter.runner.catch_up(llm.engine._batch().sequences, [True])
+        assert cache.tokens_in[0] == prompt[1:]
         states = cache.keys[0][0, :, : len(prompt) - 1].clone()
-        cache.contents[0].clear()
-        drafter.passes.catch_up(llm.engine._batch().sequences, [True])
+        cache.tokens_in[0].clear()
+        drafter.runner.catch_up(llm.engine._batch().sequences, [True])
         assert torch.allclose(cache.keys[0][0, :, : len(prompt) - 1], states, atol=1e-5)
         llm.engine.release(llm.engine.scheduler.running[0])
 
@@ -155,7 +156,7 @@ def test_what_was_missed_is_made_up_for(kernels: bool, monkeypatch: pytest.Monke
     _, llm, drafter = made(kernels, monkeypatch)
     fresh = copy.copy(drafter)
     for prompt in (zoo.ragged_prompts(1)[0] * 3, zoo.ragged_prompts(2)[1]):
-        llm.engine.add(llm._request(prompt, Sampling(temperature=0, max_tokens=40)))
+        llm.engine.add(llm._request(prompt, SamplingParams(temperature=0, max_tokens=40)))
     steps = 0
     while llm.engine.scheduler.waiting or llm.engine.scheduler.running:
         llm.engine.step()
@@ -163,11 +164,11 @@ def test_what_was_missed_is_made_up_for(kernels: bool, monkeypatch: pytest.Monke
         if steps % 4 == 0 and llm.engine.scheduler.running:
             batch = llm.engine._batch()
             able = [True] * len(batch.sequences)
-            fresh.passes = type(drafter.passes)(drafter.head, llm.engine.target.passes, 3, 17)
+            fresh.runner = type(drafter.runner)(drafter.head, llm.engine.target.runner, 3, 17)
             with torch.inference_mode():
                 for one in (drafter, fresh):
-                    one.passes.catch_up(batch.sequences, able)
-            assert torch.allclose(drafter.passes.logits, fresh.passes.logits, atol=1e-4)
+                    one.runner.catch_up(batch.sequences, able)
+            assert torch.allclose(drafter.runner.logits, fresh.runner.logits, atol=1e-4)
     assert steps > 8
 
 
@@ -214,7 +215,7 @@ def test_wrong_heads_are_refused() -> None:
 def test_the_head_that_comes_with_smollm2_is_good() -> None:
     """Well above one guess a step, on a prompt of ours; and the text is plain decoding's."""
     prompt = [{"role": "user", "content": "What is the capital of France, and why is it known?"}]
-    sampling = Sampling(temperature=0, max_tokens=48)
+    sampling = SamplingParams(temperature=0, max_tokens=48)
     plain = LLM("smollm2", "none").chat(prompt, sampling)
     out = LLM("smollm2", {"method": "eagle", "num_speculative_tokens": 5}).chat(prompt, sampling)
     assert out.token_ids == plain.token_ids
@@ -275,7 +276,7 @@ def test_the_head_computes_what_published_heads_do(norms_residual: bool) -> None
     assert torch.allclose(ours[0], theirs, atol=1e-4)
 
 
-@pytest.mark.parametrize("rooms", [[9, 9, 9], [9, 1, 0], [2, 9, 3]])
+@pytest.mark.parametrize("max_depths", [[9, 9, 9], [9, 1, 0], [2, 9, 3]])
 @pytest.mark.parametrize(
     ("sure", "flags"),
     [
@@ -287,37 +288,41 @@ def test_the_head_computes_what_published_heads_do(norms_residual: bool) -> None
 )
 @torch.inference_mode()
 def test_trees_grown_by_the_kernels_are_the_growers(
-    sure: float, flags: dict[str, bool], rooms: list[int], monkeypatch: pytest.MonkeyPatch
+    sure: float, flags: dict[str, bool], max_depths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node by node, behind as many pairs as each text lacks, which are read as well."""
     _, llm, drafter = made(True, monkeypatch, sure=sure, **flags)
     for prompt in zoo.ragged_prompts(3):
         llm.engine.add(llm._request(prompt, GREEDY))
     llm.engine._admit()
-    batch = dataclasses.replace(llm.engine._batch(), price=None)
-    assert drafter.passes.grows(batch, drafter.grower)
-    drafter.passes.catch_up(batch.sequences, [True] * 3)
-    roots = drafter.passes._roots
-    cache = drafter.passes.cache
+    batch = dataclasses.replace(llm.engine._batch(), step_cost=None)
+    assert drafter.runner.grows(batch, drafter.grower)
+    drafter.runner.catch_up(batch.sequences, [True] * 3)
+    roots = drafter.runner._roots
+    cache = drafter.runner.cache
     before = [cache.keys[0][row, :, : root + 1].clone() for row, root in enumerate(roots)]
     for row, lacking in enumerate((3, 1, 2)):
-        del cache.contents[row][-lacking:]
-        cache.keys[0][row, :, len(cache.contents[row]) :] = 0
-    kernels, told = drafter.passes._kernels, list[Any]()
+        del cache.tokens_in[row][-lacking:]
+        cache.keys[0][row, :, len(cache.tokens_in[row]) :] = 0
+    kernels, told = drafter.runner._kernels, list[Any]()
     grow = kernels.grow
     monkeypatch.setattr(kernels, "grow", lambda *a, **k: told.append(grow(*a, **k)) or told[0])
-    ours = drafter.passes.grown(batch, [True] * 3, drafter.grower, rooms)
-    assert [len(held) - 1 for held in cache.contents] == roots
+    ours = drafter.runner.grown(batch, [True] * 3, drafter.grower, max_depths)
+    assert [len(held) - 1 for held in cache.tokens_in] == roots
     for row, root in enumerate(roots):
         assert torch.allclose(cache.keys[0][row, :, : root + 1], before[row], atol=1e-5)
-    logits, levels = drafter.passes.logits[:, 0], drafter.grower.levels
-    theirs = drafter.grower.grow(batch, logits, drafter._expand, rooms, drafter._spoken)
+    logits, levels = drafter.runner.logits[:, 0], drafter.grower.levels
+    theirs = drafter.grower.grow(batch, logits, drafter._expand, max_depths, drafter._spoken)
     assert told[0].levels == drafter.grower.levels - levels
-    assert ours is not None and theirs is not None and sum(ours.sizes) > 12
-    if rooms == [9, 9, 9]:  # as deep as trees may be, or not
-        assert (max(max(tree.depths(row)) for row in ours.above) == 8) == (sure > 1)
-    assert (ours.sizes, ours.rows, ours.above) == (theirs.sizes, theirs.rows, theirs.above)
-    for one, other in zip(ours.claims or [], theirs.claims or [], strict=True):
+    assert ours is not None and theirs is not None and sum(ours.num_nodes) > 12
+    if max_depths == [9, 9, 9]:  # as deep as trees may be, or not
+        assert (max(max(tree.depths(row)) for row in ours.host_parents) == 8) == (sure > 1)
+    assert (ours.num_nodes, ours.host_tokens, ours.host_parents) == (
+        theirs.num_nodes,
+        theirs.host_tokens,
+        theirs.host_parents,
+    )
+    for one, other in zip(ours.confidence or [], theirs.confidence or [], strict=True):
         assert one == pytest.approx(other, rel=1e-3)
 
 
@@ -331,7 +336,7 @@ def test_logits_that_are_no_numbers_make_no_guesses(
     llm.engine._admit()
     batch = llm.engine._batch()
     drafter.head.norm.weight[5] = odd
-    assert drafter.passes.grown(batch, [True], drafter.grower, [9]) is None
+    assert drafter.runner.grown(batch, [True], drafter.grower, [9]) is None
 
 
 @torch.inference_mode()
@@ -343,9 +348,9 @@ def test_a_tree_ends_where_a_level_would_not_pay(monkeypatch: pytest.MonkeyPatch
     sizes = []
     for seconds in (0.0, 1e9):
         monkeypatch.setattr(drafter.grower, "level_seconds", seconds)
-        draft = drafter.passes.grown(batch, [True], drafter.grower, [9])
+        draft = drafter.runner.grown(batch, [True], drafter.grower, [9])
         assert draft is not None
-        sizes.append(draft.sizes[0])
+        sizes.append(draft.num_nodes[0])
     assert sizes[0] > sizes[1] == 1 + 4  # the root's children cost nothing more
 
 
@@ -364,15 +369,15 @@ def test_trees_are_as_large_as_pays_and_the_largest_now_and_then(
             return [2.0, 1.0]
 
     def batch(texts: int) -> Any:
-        return SimpleNamespace(sequences=(None,) * texts, price=Rows())
+        return SimpleNamespace(sequences=(None,) * texts, step_cost=Rows())
 
     def grown(texts: int, size: int) -> None:
         tokens = torch.zeros(texts, size, dtype=torch.long)
         likely = [0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1] + [0.01] * 99
         growing: Any = SimpleNamespace(clock=Times())
-        claims = [likely[: size - 1]] * texts
+        confidence = [likely[: size - 1]] * texts
         sizes = [size] * texts
-        drafter.note_grown(Draft(tokens, tokens, sizes, claims=claims, growing=growing))
+        drafter.note_grown(Draft(tokens, tokens, sizes, confidence=confidence, on_device=growing))
 
     assert [drafter._size(batch(texts)) for texts in (1, 5, 40)] == [32, 16, 2]
     grown(40, 2)  # as large as it gets for forty, and no word about one
@@ -390,12 +395,12 @@ def test_processors_and_sampling_grow_by_the_dice(monkeypatch: pytest.MonkeyPatc
     """What depends on more than the logits is not for the kernels."""
     model, llm, drafter = made(True, monkeypatch, rows=1)
     for sampling in (
-        Sampling(temperature=0.8, max_tokens=8, seed=1),
-        Sampling(temperature=0, max_tokens=8, repetition_penalty=1.5),
+        SamplingParams(temperature=0.8, max_tokens=8, seed=1),
+        SamplingParams(temperature=0, max_tokens=8, repetition_penalty=1.5),
     ):
         llm.engine.add(llm._request([1, 2, 3, 4], sampling))
         llm.engine._admit()
-        assert not drafter.passes.grows(llm.engine._batch(), drafter.grower)
+        assert not drafter.runner.grows(llm.engine._batch(), drafter.grower)
         llm.engine.release(llm.engine.scheduler.running[0])
         plain = LLM(model, "none").generate([1, 2, 3, 4], sampling)[0]
         assert llm.generate([1, 2, 3, 4], sampling)[0].token_ids == plain.token_ids

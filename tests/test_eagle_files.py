@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 import zoo
+from draftahead.drafters.eagle import io
+from draftahead.drafters.eagle.head import EagleConfig, EagleHead, new_head
 from draftahead.errors import ConfigError, DraftaheadError, HeadMismatchError, ModelNotFoundError
-from draftahead.heads import eagle_files
-from draftahead.heads.eagle import EagleConfig, EagleHead, new_head
 
 MODEL = "model.safetensors"
 DEPTHS = (1, 3)
@@ -95,8 +95,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_is_written_is_read_back(name: str, model: Any, tmp_path: Path) -> None:
     head = a_head(**VARIANTS[name])
-    eagle_files.save(head, tmp_path, with_vocabulary=True, target="org/name", guesses=4)
-    same(eagle_files.load(tmp_path, model), head, model)
+    io.save(head, tmp_path, with_vocabulary=True, target="org/name", guesses=4)
+    same(io.load(tmp_path, model), head, model)
     # Each variant says something else: a flag that is lost would show.
     others = [a_head(**VARIANTS[other]) for other in VARIANTS if other != name]
     for other in others:
@@ -113,9 +113,9 @@ def test_what_is_written_is_read_back(name: str, model: Any, tmp_path: Path) -> 
 def test_rows_that_are_left_out_are_the_targets(model: Any, tmp_path: Path) -> None:
     head = new_head(model, SPOKEN, depths=DEPTHS)
     rows = model.get_output_embeddings().weight[SPOKEN]
-    eagle_files.save(head, tmp_path, with_vocabulary=False)
+    io.save(head, tmp_path, with_vocabulary=False)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    assert torch.equal(eagle_files.load(tmp_path, model).lm_head.weight, rows)
+    assert torch.equal(io.load(tmp_path, model).lm_head.weight, rows)
 
 
 def written(
@@ -157,7 +157,7 @@ def test_the_first_layout_loads(pickled: bool, half: bool, model: Any, tmp_path:
     if half:
         weights = {n: w.half() if w.is_floating_point() else w for n, w in weights.items()}
     written(tmp_path, safe_ai_lab(eagle_aux_hidden_state_layer_ids=[3, 1]), weights, pickled)
-    same(eagle_files.load(tmp_path, model), head, model)
+    same(io.load(tmp_path, model), head, model)
 
 
 def test_layers_counted_from_zero_are_moved_by_one(model: Any, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_layers_counted_from_zero_are_moved_by_one(model: Any, tmp_path: Path) -
     for said, expected in (([1, 2], (2, 3)), ([2, 3], (2, 3))):
         config = safe_ai_lab(eagle_config={"eagle_aux_hidden_state_layer_ids": said})
         written(tmp_path, config, weights, pickled=False)
-        assert eagle_files.load(tmp_path, model).config.depths == expected
+        assert io.load(tmp_path, model).config.depths == expected
 
 
 def speculators(**given: Any) -> dict[str, Any]:
@@ -190,14 +190,14 @@ def test_the_second_layout_loads(norms: bool | None, model: Any, tmp_path: Path)
     weights = published(head, "layers.0")
     weights["verifier_norm.weight"] = torch.ones(32)  # not the head's own
     written(tmp_path, speculators(**given), weights, pickled=False)
-    same(eagle_files.load(tmp_path, model), head, model)
+    same(io.load(tmp_path, model), head, model)
 
 
 def test_an_embedding_of_its_own_is_kept(model: Any, tmp_path: Path) -> None:
     weights = published(a_head(), "layers.0")
     weights["embed_tokens.weight"] = torch.randn(zoo.VOCABULARY, 32)
     written(tmp_path, speculators(), weights, pickled=False)
-    found = eagle_files.load(tmp_path, model)
+    found = io.load(tmp_path, model)
     assert torch.equal(found.embed_tokens.weight, weights["embed_tokens.weight"])
 
 
@@ -284,20 +284,20 @@ def test_what_cannot_be_used_is_refused(name: str, model: Any, tmp_path: Path) -
     spoil(config, weights)
     written(tmp_path, config, weights, pickled=False)
     with pytest.raises(kind, match=message) as caught:
-        eagle_files.load(tmp_path, model)
+        io.load(tmp_path, model)
     assert type(caught.value) is kind
 
 
 def test_files_that_are_none_are_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"none of model\.safetensors"):
-        eagle_files.load(tmp_path, model)
-    eagle_files.save(a_head(), tmp_path, with_vocabulary=True)
+        io.load(tmp_path, model)
+    io.save(a_head(), tmp_path, with_vocabulary=True)
     file = tmp_path / MODEL
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelNotFoundError, match="damaged or holds more than tensors"):
-        eagle_files.load(tmp_path, model)
+        io.load(tmp_path, model)
     file.write_bytes(whole)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
-        eagle_files.load(tmp_path, model)
+        io.load(tmp_path, model)

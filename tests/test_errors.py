@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 import zoo
-from draftahead import LLM, Sampling, errors, kvcache
+from draftahead import LLM, SamplingParams, errors
+from draftahead.kv import cache
 
-GREEDY = Sampling(temperature=0, max_tokens=8)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def llm() -> LLM:
     return LLM(zoo.tiny("llama"), drafter="none", max_context=64)
 
 
-BAD_PROMPTS: dict[str, tuple[Any, Sampling, type[Exception], str]] = {
+BAD_PROMPTS: dict[str, tuple[Any, SamplingParams, type[Exception], str]] = {
     "empty": ([], GREEDY, errors.PromptError, "the prompt is empty"),
     "outside": ([1, 97], GREEDY, errors.PromptError, "token 97 is outside the vocabulary of 97"),
     "too long": ([1] * 64, GREEDY, errors.ContextLengthError, r"64 tokens.*max_context \(at most"),
@@ -28,12 +29,22 @@ BAD_PROMPTS: dict[str, tuple[Any, Sampling, type[Exception], str]] = {
         "60 prompt tokens and max_tokens=8 exceed the context of 64: ask for at most 4",
     ),
     "text": ("hello", GREEDY, errors.ConfigError, "pass tokenizer="),
-    "bias": ([1], Sampling(logit_bias={500: 1.0}), errors.ConfigError, "token 500 is outside"),
-    "stop": ([1], Sampling(stop_token_ids=[-1]), errors.ConfigError, "token -1 is outside"),
-    "banned": ([1], Sampling(bad_words=[[10**6]]), errors.ConfigError, "token 1000000 is outside"),
-    "stops": ([1], Sampling(stop="x"), errors.ConfigError, "use stop_token_ids"),
+    "bias": (
+        [1],
+        SamplingParams(logit_bias={500: 1.0}),
+        errors.ConfigError,
+        "token 500 is outside",
+    ),
+    "stop": ([1], SamplingParams(stop_token_ids=[-1]), errors.ConfigError, "token -1 is outside"),
+    "banned": (
+        [1],
+        SamplingParams(bad_words=[[10**6]]),
+        errors.ConfigError,
+        "token 1000000 is outside",
+    ),
+    "stops": ([1], SamplingParams(stop="x"), errors.ConfigError, "use stop_token_ids"),
     "nothing": (None, GREEDY, errors.PromptError, "cannot be turned into tokens"),
-    "words": ([1], Sampling(bad_words=["no"]), errors.ConfigError, "need a tokenizer"),
+    "words": ([1], SamplingParams(bad_words=["no"]), errors.ConfigError, "need a tokenizer"),
 }
 
 
@@ -55,7 +66,7 @@ def test_bad_request_is_raised_and_its_mates_go_on(llm: LLM, name: str) -> None:
 
 
 def test_unset_max_tokens_is_cut_to_the_room(llm: LLM) -> None:
-    assert len(llm.generate([1] * 60, Sampling(temperature=0))[0].token_ids) == 4
+    assert len(llm.generate([1] * 60, SamplingParams(temperature=0))[0].token_ids) == 4
 
 
 BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
@@ -84,7 +95,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "message"), BAD_SAMPLING)
 def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(errors.ConfigError, match=message):
-        Sampling(**fields)
+        SamplingParams(**fields)
 
 
 BAD_DRAFTERS: list[tuple[Any, type[Exception], str]] = [
@@ -131,7 +142,7 @@ def test_bad_options_of_the_llm() -> None:
 
 
 def test_cache_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcache, "free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(cache, "free_memory", lambda device: 1 << 20)
     with pytest.raises(
         errors.CacheMemoryError, match=r"needs 0\.\d+ GiB \(64 rows.*lower max_batch"
     ):

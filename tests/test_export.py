@@ -14,15 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import zoo
+from draftahead.backends.cpu import build
+from draftahead.backends.cpu.linear import quantize_model, round_linears
+from draftahead.drafters.eagle import io
+from draftahead.drafters.eagle.head import EagleHead, new_head
+from draftahead.drafters.early_exit.adapter import new_adapter
+from draftahead.drafters.medusa.heads import new_heads
+from draftahead.drafters.medusa.io import load_heads, save_heads
 from draftahead.errors import ConfigError, ModelNotFoundError
-from draftahead.heads import eagle_files
-from draftahead.heads.eagle import EagleHead, new_head
-from draftahead.heads.exit import new_adapter
-from draftahead.heads.export import export_head
-from draftahead.heads.medusa import load_heads, new_heads, save_heads
-from draftahead.runtime import build
-from draftahead.runtime.linear import quantize_model, round_linears
-from draftahead.support import text_config
+from draftahead.models.support import text_config
+from draftahead.train.export import export_head
 from test_eagle_files import DEPTHS, MODEL, SPOKEN, a_head
 from test_runtime import shaped
 
@@ -47,7 +48,7 @@ def test_an_eagle_head_is_written_whole(target: Any, tmp_path: Path) -> None:
     spoken = torch.arange(3, 40, 3)
     plain = shaped("llama")
     head = rounded(new_head(plain, spoken, depths=(1, 2)))
-    eagle_files.save(head, tmp_path / "bare", with_vocabulary=False, guesses=3)
+    io.save(head, tmp_path / "bare", with_vocabulary=False, guesses=3)
     said = export_head(tmp_path / "bare", target, tmp_path / "whole", name="org/name")
     assert f"{len(spoken)} rows" in said
     bare, whole = (load_file(tmp_path / n / MODEL) for n in ("bare", "whole"))
@@ -59,7 +60,7 @@ def test_an_eagle_head_is_written_whole(target: Any, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "whole" / "config.json").read_text())["speculators_config"]
     assert config["verifier"]["name_or_path"] == "org/name"
     assert config["proposal_methods"][0]["speculative_tokens"] == 3
-    found = eagle_files.load(tmp_path / "whole", target)
+    found = io.load(tmp_path / "whole", target)
     assert torch.equal(found.lm_head.weight.bfloat16(), whole["lm_head.weight"])
 
 
@@ -93,8 +94,8 @@ def test_a_head_that_was_rounded_is_written_as_numbers(tmp_path: Path) -> None:
     head = new_head(model, torch.arange(3, 40, 3), depths=(1, 2))
     expected = {name: value.clone() for name, value in head.state_dict().items()}
     assert round_linears(head)
-    eagle_files.save(head, tmp_path, with_vocabulary=True)
-    found = eagle_files.load(tmp_path, model).state_dict()
+    io.save(head, tmp_path, with_vocabulary=True)
+    found = io.load(tmp_path, model).state_dict()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=2e-2), name
@@ -102,7 +103,7 @@ def test_a_head_that_was_rounded_is_written_as_numbers(tmp_path: Path) -> None:
 
 def test_what_is_not_to_be_exported_is_refused(tmp_path: Path) -> None:
     model = zoo.tiny("llama", dtype=torch.float32)
-    eagle_files.save(a_head(), tmp_path / "head", with_vocabulary=True)
+    io.save(a_head(), tmp_path / "head", with_vocabulary=True)
     with pytest.raises(ConfigError, match="write to another folder"):
         export_head(tmp_path / "head", model, tmp_path / "head")
     new_adapter(model, 2, rank=4).save(tmp_path / "exit")
@@ -113,7 +114,7 @@ def test_what_is_not_to_be_exported_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     biased = zoo.tiny("phi", dtype=torch.float32)
     save_heads(new_heads(biased, 2), tmp_path / "medusa", vocabulary=zoo.VOCABULARY)
-    eagle_files.save(new_head(biased, SPOKEN, depths=DEPTHS), tmp_path / "e", with_vocabulary=False)
+    io.save(new_head(biased, SPOKEN, depths=DEPTHS), tmp_path / "e", with_vocabulary=False)
     for folder in ("medusa", "e"):
         with pytest.raises(ConfigError, match="head has a bias"):
             export_head(tmp_path / folder, biased, tmp_path / "out")
@@ -125,7 +126,7 @@ def test_writing_that_fails_leaves_what_was_there(
 ) -> None:
     model = zoo.tiny("llama", dtype=torch.float32)
     write: dict[str, Callable[[], None]] = {
-        "eagle": lambda: eagle_files.save(a_head(), tmp_path, with_vocabulary=True),
+        "eagle": lambda: io.save(a_head(), tmp_path, with_vocabulary=True),
         "medusa": lambda: save_heads(new_heads(model, 2), tmp_path, vocabulary=97),
         "exit": lambda: new_adapter(model, 2, rank=4).save(tmp_path),
     }
@@ -137,7 +138,7 @@ def test_writing_that_fails_leaves_what_was_there(
         place.write_bytes(b"half")
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("draftahead.heads.files.save_file", half)
+    monkeypatch.setattr("draftahead.drafters.head_files.save_file", half)
     with pytest.raises(OSError, match="full"):
         write[kind]()
     assert file.read_bytes() == before

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import zoo
-from draftahead import LLM, Batch, Draft, Drafter, DrafterFaultWarning, Sampling
+from draftahead import LLM, Batch, Draft, Drafter, DrafterFaultWarning, SamplingParams
 from drafted import Garbage
 
-GREEDY = Sampling(temperature=0, max_tokens=30)
-WARM = Sampling(temperature=1.0, max_tokens=30, seed=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
+WARM = SamplingParams(temperature=1.0, max_tokens=30, seed=4)
 
 
 def chain(batch: Batch, tokens: list[int]) -> Draft:
@@ -26,27 +26,27 @@ def raises(batch: Batch) -> Draft:
 
 def wrong_rows(batch: Batch) -> Draft:
     draft = chain(batch, [1, 2])
-    return Draft(draft.tokens.repeat(2, 1), draft.parents.repeat(2, 1), draft.sizes * 2)
+    return Draft(draft.tokens.repeat(2, 1), draft.parents.repeat(2, 1), draft.num_nodes * 2)
 
 
 def wrong_shape(batch: Batch) -> Draft:
     draft = chain(batch, [1, 2])
-    return Draft(draft.tokens[:, :-1], draft.parents, draft.sizes)
+    return Draft(draft.tokens[:, :-1], draft.parents, draft.num_nodes)
 
 
 def wrong_root(batch: Batch) -> Draft:
     draft = chain(batch, [1, 2])
-    return Draft((draft.tokens + 1) % zoo.VOCABULARY, draft.parents, draft.sizes)
+    return Draft((draft.tokens + 1) % zoo.VOCABULARY, draft.parents, draft.num_nodes)
 
 
 def floats(batch: Batch) -> Draft:
     draft = chain(batch, [1, 2])
-    return Draft(draft.tokens * torch.nan, draft.parents, draft.sizes)
+    return Draft(draft.tokens * torch.nan, draft.parents, draft.num_nodes)
 
 
 def looping_parents(batch: Batch) -> Draft:
     draft = chain(batch, [1, 2])
-    return Draft(draft.tokens, torch.tensor([[-1, 2, 1]] * len(batch.sequences)), draft.sizes)
+    return Draft(draft.tokens, torch.tensor([[-1, 2, 1]] * len(batch.sequences)), draft.num_nodes)
 
 
 FAULTS = {
@@ -82,7 +82,7 @@ def target() -> Any:
 
 
 @pytest.fixture(scope="module")
-def expected(target: Any) -> dict[Sampling, list[list[int]]]:
+def expected(target: Any) -> dict[SamplingParams, list[list[int]]]:
     llm = LLM(target, drafter="none")
     prompts = zoo.ragged_prompts(3)
     return {s: [c.token_ids for c in llm.generate(prompts, s)] for s in (GREEDY, WARM)}
@@ -90,7 +90,7 @@ def expected(target: Any) -> dict[Sampling, list[list[int]]]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_in_propose(name: str, sampling: Sampling, target: Any, expected: Any) -> None:
+def test_fault_in_propose(name: str, sampling: SamplingParams, target: Any, expected: Any) -> None:
     drafter = Faulty(FAULTS[name])
     with pytest.warns(DrafterFaultWarning) as caught:
         outs = LLM(target, drafter=drafter).generate(zoo.ragged_prompts(3), sampling)
@@ -143,8 +143,8 @@ def test_claimed_laws_are_not_believed(target: Any, expected: Any) -> None:
 
     def lies(batch: Batch) -> Draft:
         draft = chain(batch, [3, 4])
-        laws = torch.full((len(batch.sequences), 3, zoo.VOCABULARY), 1 / zoo.VOCABULARY)
-        return Draft(draft.tokens, draft.parents, draft.sizes, laws)
+        probs = torch.full((len(batch.sequences), 3, zoo.VOCABULARY), 1 / zoo.VOCABULARY)
+        return Draft(draft.tokens, draft.parents, draft.num_nodes, probs)
 
     outs = LLM(target, drafter=Faulty(lies)).generate(zoo.ragged_prompts(3), WARM)
     assert [out.token_ids for out in outs] == expected[WARM]
@@ -156,7 +156,7 @@ def test_dice_decide_even_if_the_drafter_fails_afterwards(target: Any) -> None:
 
     class Picky(Drafter):
         def propose(self, batch: Batch) -> Draft | None:
-            drawn = batch.dice.draw(torch.zeros(len(batch.sequences), zoo.VOCABULARY))
+            drawn = batch.draft_sampler.draw(torch.zeros(len(batch.sequences), zoo.VOCABULARY))
             seen.append(int(drawn[0]))
             raise RuntimeError("I did not like that one")
 
@@ -169,7 +169,7 @@ def test_dice_decide_even_if_the_drafter_fails_afterwards(target: Any) -> None:
 def test_nan_logits_of_a_drafter_are_only_a_bad_guess(target: Any) -> None:
     class Dizzy(Drafter):
         def propose(self, batch: Batch) -> Draft | None:
-            batch.dice.draw(torch.full((len(batch.sequences), zoo.VOCABULARY), torch.nan))
+            batch.draft_sampler.draw(torch.full((len(batch.sequences), zoo.VOCABULARY), torch.nan))
             return None
 
     for sampling in (GREEDY, WARM):
@@ -189,7 +189,7 @@ def test_non_finite_target_ends_its_row_only(target: Any) -> None:
         late = input_ids.shape[1] >= len(prompts[1]) + 5
         return torch.full_like(scores, torch.nan) if late else scores
 
-    broken = Sampling(temperature=0, max_tokens=30, processors=[at_the_fifth])
+    broken = SamplingParams(temperature=0, max_tokens=30, processors=[at_the_fifth])
     for drafter in ("none", "lookup"):
         llm = LLM(target, drafter=drafter)
         with pytest.raises(NonFiniteLogitsError) as caught:
@@ -214,7 +214,7 @@ def test_nan_in_the_prompt_is_an_error_not_a_text(kernels: bool) -> None:
         model.get_input_embeddings().weight[poison] = torch.nan
     llm = LLM(model, drafter="lookup", max_batch=2)
     if not kernels:
-        llm.engine.target.passes._decoder = None
+        llm.engine.target.runner._decoder = None
     outs = llm.generate([[3, poison, 5], clean], GREEDY, errors="return")
     assert isinstance(outs[0].error, errors.NonFiniteLogitsError)
     assert outs[1].token_ids == expected
@@ -229,7 +229,7 @@ def test_nan_in_the_prompt_is_an_error_not_a_text(kernels: bool) -> None:
 def test_dice_refuse_wrong_shapes(shape: tuple[int, ...], target: Any, expected: Any) -> None:
     class Clumsy(Drafter):
         def propose(self, batch: Batch) -> Draft | None:
-            batch.dice.draw(torch.zeros(shape))
+            batch.draft_sampler.draw(torch.zeros(shape))
             return None
 
     with pytest.warns(DrafterFaultWarning, match="dice want logits"):

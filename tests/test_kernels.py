@@ -16,7 +16,7 @@ import torch
 from scipy import stats as scipy_stats
 
 import zoo
-from draftahead import LLM, Sampling
+from draftahead import LLM, SamplingParams
 
 DEPTH = 2  # K
 LENGTH = DEPTH + 3
@@ -78,7 +78,7 @@ def g_test(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 def drawn(target: Any, drafter: Any, rule: Any) -> list[tuple[int, ...]]:
-    sampling = Sampling(temperature=1.4, top_k=4, max_tokens=LENGTH, seed=20, n=TEXTS)
+    sampling = SamplingParams(temperature=1.4, top_k=4, max_tokens=LENGTH, seed=20, n=TEXTS)
     llm = LLM(target, drafter=drafter, rule=rule, max_batch=500, max_context=16)
     return [tuple(out.token_ids) for out in llm.generate(PROMPT, sampling)]
 

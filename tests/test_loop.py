@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zoo
+from draftahead.drafters.eagle import io
+from draftahead.drafters.eagle.head import new_head
 from draftahead.errors import ConfigError, TrainingError
-from draftahead.heads import eagle_files
-from draftahead.heads.eagle import new_head
 from draftahead.train.blocks import Blocks
 from draftahead.train.eagle import EagleTask
 from draftahead.train.loop import CHECKPOINT, HISTORY, SETTLED, Acceptance, Loop, Plan
@@ -259,5 +259,5 @@ def test_a_head_whose_training_failed_drafts(tmp_path: Path) -> None:
 
     with pytest.raises(TrainingError):
         Loop(task, PLAN, tmp_path, spoilt).run()
-    head = eagle_files.load(tmp_path, zoo.tiny("llama", dtype=torch.float32))
+    head = io.load(tmp_path, zoo.tiny("llama", dtype=torch.float32))
     assert all(value.isfinite().all() for value in head.parameters())

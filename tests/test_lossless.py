@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import zoo
-from draftahead import LLM, Completion, Sampling
+from draftahead import LLM, Completion, SamplingParams
 from drafted import ALL, DRAWN, REGISTERED, Clairvoyant, registered_names
 
-GREEDY = Sampling(temperature=0, max_tokens=40)
-WARM = Sampling(temperature=0.9, top_k=40, top_p=0.95, max_tokens=40, seed=11)
-RULED = Sampling(
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+WARM = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, max_tokens=40, seed=11)
+RULED = SamplingParams(
     temperature=0.8,
     min_p=0.02,
     repetition_penalty=1.3,
@@ -38,7 +38,7 @@ def plain(target: Any) -> dict[str, LLM]:
     }
 
 
-def texts(llm: LLM, sampling: Sampling, prompts: list[list[int]]) -> list[list[int]]:
+def texts(llm: LLM, sampling: SamplingParams, prompts: list[list[int]]) -> list[list[int]]:
     return [c.token_ids for c in llm.generate(prompts, sampling)]
 
 
@@ -60,7 +60,7 @@ def test_greedy(name: str, batch: int, target: Any, plain: dict[str, LLM]) -> No
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ALL)
 def test_replay(
-    name: str, batch: int, sampling: Sampling, target: Any, plain: dict[str, LLM]
+    name: str, batch: int, sampling: SamplingParams, target: Any, plain: dict[str, LLM]
 ) -> None:
     prompts = zoo.ragged_prompts(batch)
     llm = LLM(target, drafter=ALL[name](target), exact="replay", max_batch=3)
@@ -71,7 +71,7 @@ def test_replay(
 @pytest.mark.parametrize("name", [name for name in ALL if name not in DRAWN])
 @pytest.mark.parametrize("sampling", [WARM, RULED], ids=["warm", "ruled"])
 def test_sampled_guesses_that_are_certain(
-    name: str, sampling: Sampling, target: Any, plain: dict[str, LLM]
+    name: str, sampling: SamplingParams, target: Any, plain: dict[str, LLM]
 ) -> None:
     """Point-mass drafts: the target's own noise decides, so the text is the same one. All that
     the policy guides are such: what it decides by the clock never decides what the text is."""

@@ -12,17 +12,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zoo
-from draftahead import LLM, Sampling, errors
-from draftahead.heads.medusa import MedusaHeads, likeliest_tree, save_heads
-from draftahead.runtime.linear import quantize_model
-from draftahead.sampling import DraftDice, spread
-from draftahead.text import TextTail
-from draftahead.types import Request, Sequence
+from draftahead import LLM, SamplingParams, errors
+from draftahead.backends.cpu.linear import quantize_model
+from draftahead.core.detokenizer import Detokenizer
+from draftahead.core.types import Request, SequenceState
+from draftahead.drafters.medusa.heads import MedusaHeads, likeliest_tree
+from draftahead.drafters.medusa.io import save_heads
+from draftahead.sampling.draft_sampler import RecordedDraftSampler, scatter_to_vocab
 from drafted import random_heads
 from test_cli import folder, run  # noqa: F401  (a fixture)
 
 HEADS = 3
-GREEDY = Sampling(temperature=0, max_tokens=41)
+GREEDY = SamplingParams(temperature=0, max_tokens=41)
 
 
 def test_options() -> None:
@@ -93,14 +94,16 @@ def test_a_tree_ends_where_nothing_is_likely() -> None:
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 def test_an_outlook_over_a_draft_vocabulary(penalty: float) -> None:
     """Noise and penalties go by the target's ids, whatever the place in the draft vocabulary."""
-    request = Request((3, 50), Sampling(temperature=0.9, repetition_penalty=penalty), seed=1)
-    sequence = Sequence(request, 0, 0, 7, [3, 50], TextTail(lambda ids: ""))
-    dice = DraftDice([sequence], [4], zoo.VOCABULARY, "law")
+    request = Request((3, 50), SamplingParams(temperature=0.9, repetition_penalty=penalty), seed=1)
+    sequence = SequenceState(request, 0, 0, 7, [3, 50], Detokenizer(lambda ids: ""))
+    dice = RecordedDraftSampler([sequence], [4], zoo.VOCABULARY, "law")
     tokens = torch.randperm(zoo.VOCABULARY, generator=torch.Generator().manual_seed(0))[:30]
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
     paths = [(), (9,)]
-    whole = dice.outlook(spread(logits, tokens, zoo.VOCABULARY), [0, 0], paths, 5)
-    torch.testing.assert_close(dice.outlook(logits, [0, 0], paths, 5, tokens), whole)
+    whole = dice.noise_coupled_topk(
+        scatter_to_vocab(logits, tokens, zoo.VOCABULARY), [0, 0], paths, 5
+    )
+    torch.testing.assert_close(dice.noise_coupled_topk(logits, [0, 0], paths, 5, tokens), whole)
     assert set(whole[1].flatten().tolist()) <= set(tokens.tolist())
 
 
@@ -142,7 +145,7 @@ def orbit(dtype: torch.dtype) -> tuple[Any, MedusaHeads]:
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_speculative_tokens": 3}, {"tree": [[0], [1], [0, 0], [0, 0, 0]]}],
-    ids=["guided", "drawn", "tree"],
+    ids=["adaptive", "drawn", "tree"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 def test_heads_that_know_are_believed(
@@ -155,7 +158,8 @@ def test_heads_that_know_are_believed(
     prompts = [[1], [5, 9, 2, 7], [30, 4], [8] * 11]
     lengths = (21, 41, 13, 9)
     samplings = [
-        Sampling(temperature=temperature, max_tokens=length, seed=1, n=2) for length in lengths
+        SamplingParams(temperature=temperature, max_tokens=length, seed=1, n=2)
+        for length in lengths
     ]
     outs = llm.generate(prompts, samplings)
     plain = LLM(model, "none").generate(prompts, samplings)
@@ -166,7 +170,7 @@ def test_heads_that_know_are_believed(
 
 
 @pytest.mark.usefixtures("generous_policy")
-@pytest.mark.parametrize("options", [{}, {"num_speculative_tokens": 3}], ids=["guided", "drawn"])
+@pytest.mark.parametrize("options", [{}, {"num_speculative_tokens": 3}], ids=["adaptive", "drawn"])
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "int8"])
 def test_a_draft_vocabulary_takes_rows_of_the_targets_head(
     rounded: bool, options: dict[str, Any]
@@ -209,7 +213,7 @@ def test_a_conversation_goes_on_from_what_it_holds() -> None:
     llm = LLM(model, {"method": "medusa", "model": heads, "num_speculative_tokens": 3}, max_batch=2)
     text = [1, 2, 3]
     for _ in range(3):
-        stream = llm.stream(text, Sampling(temperature=0, max_tokens=9), reuse=True)
+        stream = llm.stream(text, SamplingParams(temperature=0, max_tokens=9), reuse=True)
         pieces = list(stream)
         said = [token for piece in pieces for token in piece.token_ids]
         assert sum(flag for piece in pieces for flag in piece.drafted) == 6
@@ -223,7 +227,7 @@ def test_a_tree_that_came_along_is_the_default(tmp_path: Path) -> None:
     save_heads(heads, tmp_path, vocabulary=TOKENS)
     llm = LLM(model, {"method": "medusa", "model": str(tmp_path)})
     assert llm.engine.drafter.tree == [(0,), (1,), (0, 0)]  # type: ignore[attr-defined]
-    assert llm.engine.drafter.guided  # type: ignore[attr-defined]
+    assert llm.engine.drafter.adaptive  # type: ignore[attr-defined]
     out = llm.generate([1, 2], GREEDY)[0]
     assert len(out.stats.drafted_at) == 2  # no deeper than the tree
     assert out.stats.mean_acceptance_length > 2.5

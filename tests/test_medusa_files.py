@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 import zoo
 from draftahead import LLM, errors
-from draftahead.heads.medusa import MedusaHeads, load_heads, new_heads, save_heads
-from draftahead.runtime.linear import Int8Linear, rows_of
+from draftahead.backends.cpu.linear import Int8Linear, rows_of
+from draftahead.drafters.medusa.heads import MedusaHeads, new_heads
+from draftahead.drafters.medusa.io import load_heads, save_heads
 from drafted import random_heads
 
 HIDDEN, HEADS = 32, 3

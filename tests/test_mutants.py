@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from draftahead import sampling, verify
-from draftahead.sampling import Context, DraftDice
-from draftahead.types import Batch, Draft, Scores
+from draftahead.core.types import Batch, Draft, ForwardOutput
+from draftahead.sampling import accept, processors
+from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from draftahead.sampling.noise import NodeContext
 from test_rules import PLAIN, SETTINGS, sibling_trees
 from toy import VOCABULARY, World, add_step, distance, sequence_law
 
@@ -41,45 +42,45 @@ def _interior_at_the_end(p: Any, q: Any, tokens: Any, lengths: Any) -> Any:
     return keep[:, :-1], weight[:, :-1]
 
 
-REAL_ACCEPTANCE = verify.block_acceptance
-REAL_LAW = sampling.law_of
+REAL_ACCEPTANCE = accept.block_keep_probabilities
+REAL_LAW = processors.probs_of
 
 BLOCK_MUTANTS: dict[str, Patch] = {
     "token residual in block verification": (
-        verify,
+        accept,
         "block_residual",
-        lambda p, q, weight, end: torch.where(end[:, None], p, verify.residual(p, q)),
+        lambda p, q, weight, end: torch.where(end[:, None], p, accept.residual(p, q)),
     ),
     "stops at the first failing coin": (
-        verify,
+        accept,
         "longest_kept",
         lambda won: (won[:, 1:].long().cumprod(1)).sum(1),
     ),
-    "weights are not clipped": (verify, "block_acceptance", _unclipped),
-    "interior formula at the end": (verify, "block_acceptance", _interior_at_the_end),
-    "residual drawn from p": (verify, "residual", lambda p, q: p),
+    "weights are not clipped": (accept, "block_keep_probabilities", _unclipped),
+    "interior formula at the end": (accept, "block_keep_probabilities", _interior_at_the_end),
+    "residual drawn from p": (accept, "residual", lambda p, q: p),
     "residual at the end of the chain too": (
-        verify,
+        accept,
         "block_residual",
-        lambda p, q, weight, end: verify.residual(weight[:, None] * p, q + 0.1 * end[:, None]),
+        lambda p, q, weight, end: accept.residual(weight[:, None] * p, q + 0.1 * end[:, None]),
     ),
 }
 TOKEN_MUTANTS: dict[str, Patch] = {
-    "residual drawn from p": (verify, "residual", lambda p, q: p),
+    "residual drawn from p": (accept, "residual", lambda p, q: p),
     "accepts by the ratio turned round": (
-        verify,
+        accept,
         "accept_probability",
         lambda p, q, token: (q[..., token] / p[..., token]).nan_to_num(0.0).clamp(max=1.0),
     ),
-    "accepts always": (verify, "accept_probability", lambda p, q, token: torch.ones(())),
+    "accepts always": (accept, "accept_probability", lambda p, q, token: torch.ones(())),
 }
 SIBLING_MUTANTS: dict[str, Patch] = {
-    "siblings with replacement": (verify, "without", lambda q, token: q),
-    "younger siblings against p": (verify, "residual", lambda p, q: p),
+    "siblings with replacement": (accept, "without", lambda q, token: q),
+    "younger siblings against p": (accept, "residual", lambda p, q: p),
 }
 
 
-def error(rule: verify.Rule, setting: str = "plain", **options: Any) -> float:
+def error(rule: accept.AcceptanceRule, setting: str = "plain", **options: Any) -> float:
     """The worst of a few worlds: a mutant may be harmless in one of them."""
     found = []
     for seed in (1, 3, 4):
@@ -113,56 +114,58 @@ def test_sibling_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_top_one_treated_as_sampled_is_caught(rule: verify.Rule) -> None:
+def test_top_one_treated_as_sampled_is_caught(rule: accept.AcceptanceRule) -> None:
     assert error(rule, chooser="argmax") > CAUGHT
 
 
 def _drop_unlikely(draft: Draft) -> Draft:
     """Cuts the chain before the first token that its own law found unlikely."""
-    assert draft.laws is not None
-    size = draft.sizes[0]
+    assert draft.probs is not None
+    size = draft.num_nodes[0]
     for node in range(1, size):
-        if draft.laws[0, node - 1, draft.tokens[0, node]] < 0.4:
+        if draft.probs[0, node - 1, draft.tokens[0, node]] < 0.4:
             size = node
             break
-    return Draft(draft.tokens, draft.parents, [size], draft.laws)
+    return Draft(draft.tokens, draft.parents, [size], draft.probs)
 
 
 def _laws_one_row_off(draft: Draft) -> Draft:
-    assert draft.laws is not None
-    return Draft(draft.tokens, draft.parents, draft.sizes, draft.laws.roll(1, 1))
+    assert draft.probs is not None
+    return Draft(draft.tokens, draft.parents, draft.num_nodes, draft.probs.roll(1, 1))
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("mangle", [_drop_unlikely, _laws_one_row_off])
-def test_mangled_draft_is_caught(rule: verify.Rule, mangle: Callable[[Draft], Draft]) -> None:
+def test_mangled_draft_is_caught(
+    rule: accept.AcceptanceRule, mangle: Callable[[Draft], Draft]
+) -> None:
     assert error(rule, mangle=mangle) > CAUGHT
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_penalties_from_the_prefix_alone_are_caught(
-    rule: verify.Rule, monkeypatch: pytest.MonkeyPatch
+    rule: accept.AcceptanceRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node's own path must count, not only the text before the draft."""
 
-    def blind(logits: torch.Tensor, contexts: list[Context]) -> torch.Tensor:
-        return REAL_LAW(logits, [Context(context.sequence) for context in contexts])
+    def blind(logits: torch.Tensor, contexts: list[NodeContext]) -> torch.Tensor:
+        return REAL_LAW(logits, [NodeContext(context.sequence) for context in contexts])
 
-    monkeypatch.setattr(verify, "law_of", blind)
+    monkeypatch.setattr(accept, "probs_of", blind)
     assert error(rule, "penalties") > CAUGHT
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_bonus_token_without_processors_is_caught(
-    rule: verify.Rule, monkeypatch: pytest.MonkeyPatch
+    rule: accept.AcceptanceRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bare_after_drafts(logits: torch.Tensor, contexts: list[Context]) -> torch.Tensor:
-        laws = REAL_LAW(logits, contexts)
+    def bare_after_drafts(logits: torch.Tensor, contexts: list[NodeContext]) -> torch.Tensor:
+        probs = REAL_LAW(logits, contexts)
         bare = logits.softmax(-1)
         deep = torch.tensor([[len(context.path) == 3] for context in contexts])
-        return torch.where(deep, bare, laws)
+        return torch.where(deep, bare, probs)
 
-    monkeypatch.setattr(verify, "law_of", bare_after_drafts)
+    monkeypatch.setattr(accept, "probs_of", bare_after_drafts)
     assert error(rule, "penalties") > CAUGHT
 
 
@@ -173,17 +176,17 @@ def accepts_the_impossible() -> bool:
     impossible = int((law == 0).nonzero()[0])
     sequence = world.sequence()
     draft = Draft.chains([world.prompt[-1]], [[impossible]])
-    laws = torch.full((1, 2, VOCABULARY), 1 / VOCABULARY)
-    draft = Draft(draft.tokens, draft.parents, draft.sizes, laws)
-    batch = Batch((sequence,), (1,), DraftDice([sequence], [0], VOCABULARY, "law"))
+    probs = torch.full((1, 2, VOCABULARY), 1 / VOCABULARY)
+    draft = Draft(draft.tokens, draft.parents, draft.num_nodes, probs)
+    batch = Batch((sequence,), (1,), RecordedDraftSampler([sequence], [0], VOCABULARY, "law"))
     paths = [world.prompt, (*world.prompt, impossible)]
-    scores = Scores(torch.stack([world.logits("target", path) for path in paths])[None])
-    found = [verify.verify(draft, scores, batch, rule).tokens[0] for rule in ("block", "token")]
+    scores = ForwardOutput(torch.stack([world.logits("target", path) for path in paths])[None])
+    found = [accept.verify(draft, scores, batch, rule).tokens[0] for rule in ("block", "token")]
     return any(tokens[0] == impossible for tokens in found)
 
 
 def test_coin_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "uniforms", lambda keys, n, device: torch.zeros(len(keys), n))
+    monkeypatch.setattr(accept, "uniforms", lambda keys, n, device: torch.zeros(len(keys), n))
     assert not accepts_the_impossible()
-    monkeypatch.setattr(verify, "coin", lambda chance, uniform: uniform <= chance)
+    monkeypatch.setattr(accept, "coin", lambda chance, uniform: uniform <= chance)
     assert accepts_the_impossible()

@@ -8,12 +8,12 @@ import transformers
 from packaging.version import Version
 
 import zoo
-from draftahead import LLM, Sampling
+from draftahead import LLM, SamplingParams
 from draftahead.errors import UnsupportedModelError
-from draftahead.support import TESTED
+from draftahead.models.support import TESTED
 
 NEW_TOKENS = 24
-GREEDY = Sampling(temperature=0, max_tokens=NEW_TOKENS)
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
 def expected(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
@@ -56,7 +56,8 @@ def test_every_architecture_called_tested_is_tested() -> None:
 
 def test_untested_architecture_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways: a model that agrees is taken, one whose window we would miss is not."""
-    from draftahead import attention, support
+    from draftahead.kv import attention
+    from draftahead.models import support
 
     monkeypatch.setattr(support, "TESTED", frozenset())
     LLM(zoo.tiny("mistral"))
@@ -76,10 +77,10 @@ def test_longrope_is_rotated_anew_where_the_text_outgrows_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Deep drafts across the switch, rows on both sides of it, and a prefill in pieces."""
-    from draftahead import passes
+    from draftahead.models import runner
     from drafted import Clairvoyant
 
-    monkeypatch.setattr(passes, "PREFILL_CHUNK", 5)
+    monkeypatch.setattr(runner, "PREFILL_CHUNK", 5)
     model = zoo.tiny("phi3_longrope")
     prompts = zoo.ragged_prompts(4)
     answers = {tuple(prompt): expected(model, prompt) for prompt in prompts}
@@ -90,12 +91,12 @@ def test_longrope_is_rotated_anew_where_the_text_outgrows_it(
 
 
 def test_long_prompt_is_prefilled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftahead import passes
+    from draftahead.models import runner
 
     model = zoo.tiny("gemma3")
     prompt = zoo.ragged_prompts(4)[3] * 3
     answer = zoo.reference(model, prompt, NEW_TOKENS)
-    monkeypatch.setattr(passes, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(runner, "PREFILL_CHUNK", 7)
     assert LLM(model).generate(prompt, GREEDY)[0].token_ids == answer
 
 
@@ -106,5 +107,5 @@ def test_text_may_fill_the_context_to_its_last_position() -> None:
         prompt = zoo.ragged_prompts(1)[0]
         room = model.config.max_position_embeddings - len(prompt)
         llm = LLM(model, drafter={"method": "lookup", "prompt_lookup_min": 1}, max_batch=2)
-        out = llm.generate(prompt, Sampling(temperature=0, max_tokens=room))[0]
+        out = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=room))[0]
         assert out.token_ids == zoo.reference(model, prompt, room)

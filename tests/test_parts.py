@@ -10,10 +10,10 @@ from torch import Tensor
 
 import zoo
 from draftahead import errors
-from draftahead.parts import Part, shown
-from draftahead.passes import CachedModel
-from draftahead.runtime.linear import quantize_model
-from draftahead.runtime.shape import is_patched
+from draftahead.backends.cpu.linear import quantize_model
+from draftahead.backends.fingerprint import is_patched
+from draftahead.models.layer_subset import LayerSubset, shown
+from draftahead.models.runner import ModelRunner
 from test_runtime import shaped
 
 TEXTS = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4]]
@@ -28,8 +28,8 @@ def model_of(kind: str) -> Any:
 KINDS = ["llama_kernels", "mistral_kernels", "gpt2", "gemma2", "falcon", "qwen3_moe", "opt"]
 
 
-def filled(model: Any) -> CachedModel:
-    passes = CachedModel(model, max_batch=3, max_context=64, spare=16)
+def filled(model: Any) -> ModelRunner:
+    passes = ModelRunner(model, max_batch=3, max_context=64, spare=16)
     for row, text in enumerate(TEXTS, start=1):
         passes.prefill(row, text)
     return passes
@@ -62,9 +62,9 @@ def test_the_first_layers_and_the_head(kind: str) -> None:
     """A tree in a batch of rows: every node as in its own text, after so many layers."""
     model = model_of(kind)
     passes = filled(model)
-    assert passes.bit_stable == kind.endswith("_kernels")
+    assert passes.batch_invariant == kind.endswith("_kernels")
     for count in (1, 2):
-        part = Part(model, range(count))
+        part = LayerSubset(model, range(count))
         logits = passes.run(torch.tensor(TREE), first=1, parents=torch.tensor(PARENTS), part=part)
         for row, node, text in paths():
             states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[count]
@@ -79,7 +79,7 @@ def test_all_layers_are_the_model_itself(kind: str) -> None:
     passes = filled(model)
     nodes, parents = torch.tensor(TREE), torch.tensor(PARENTS)
     whole = passes.run(nodes, first=1, parents=parents).clone()
-    part = Part(model, range(model.config.num_hidden_layers))
+    part = LayerSubset(model, range(model.config.num_hidden_layers))
     assert torch.equal(passes.run(nodes, first=1, parents=parents, part=part), whole)
 
 
@@ -90,7 +90,7 @@ def test_layers_in_between_are_left_out(kind: str) -> None:
     model = model_of(kind)
     passes = filled(model)
     nodes = torch.tensor([row[:1] for row in TREE])
-    found = passes.run(nodes, first=1, part=Part(model, (0, 2))).clone()
+    found = passes.run(nodes, first=1, part=LayerSubset(model, (0, 2))).clone()
     body = model.get_decoder()
     layer = (body.h if hasattr(body, "h") else body.layers)[1]
 
@@ -114,13 +114,13 @@ def test_layers_in_between_are_left_out(kind: str) -> None:
 def test_a_chain_that_goes_on_behind_the_rows(kind: str) -> None:
     """Node by node, each in a pass of its own, as all of them in one pass."""
     model = model_of(kind)
-    passes, part = filled(model), Part(model, (0, 1))
+    passes, part = filled(model), LayerSubset(model, (0, 1))
     nodes = torch.tensor(TREE)
     together = passes.run(nodes, first=1, part=part).clone()
     for at in range(nodes.shape[1]):
         alone = passes.run(nodes[:, at : at + 1], first=1, part=part, ahead=at)
         assert torch.allclose(alone[:, 0], together[:, at], rtol=1e-4, atol=1e-4)
-    assert [len(held) for held in passes.cache.contents] == [0, *map(len, TEXTS)]
+    assert [len(held) for held in passes.cache.tokens_in] == [0, *map(len, TEXTS)]
 
 
 @pytest.mark.parametrize("kind", ["llama_kernels", "int8", "gemma2", "gptj"])
@@ -130,24 +130,27 @@ def test_an_exit_and_a_smaller_vocabulary(kind: str) -> None:
     if kind == "int8":
         quantize_model(model)
     passes, nodes, ids = filled(model), torch.tensor(TREE), torch.tensor([3, 90, 17, 41])
-    doubled = Part(model, (0, 1), exit=lambda states: -2 * states)
+    doubled = LayerSubset(model, (0, 1), exit=lambda states: -2 * states)
     whole = passes.run(nodes, first=1, part=doubled).clone()
-    plain = passes.run(nodes, first=1, part=Part(model, (0, 1))).clone()
+    plain = passes.run(nodes, first=1, part=LayerSubset(model, (0, 1))).clone()
     # The last norm takes the factor away, but for the sign.
     near = {"rtol": 1e-2, "atol": 2e-2}
     if kind in ("llama_kernels", "int8"):
         assert torch.allclose(whole, -plain, **near)
     assert not torch.allclose(whole, plain, **near)
-    part = Part(model, (0, 1), exit=lambda states: -2 * states, tokens=ids)
+    part = LayerSubset(model, (0, 1), exit=lambda states: -2 * states, tokens=ids)
     few, best = passes.run(nodes, first=1, part=part), passes.best
     assert torch.allclose(few, whole[..., ids], rtol=1e-4, atol=1e-4)
-    spread, best = part.spread(few, best)
-    assert torch.equal(spread[..., ids], few)
-    others = torch.ones(spread.shape[-1], dtype=torch.bool)
+    scatter_to_vocab, best = part.scatter_to_vocab(few, best)
+    assert torch.equal(scatter_to_vocab[..., ids], few)
+    others = torch.ones(scatter_to_vocab.shape[-1], dtype=torch.bool)
     others[ids] = False
-    assert spread[..., others].eq(-torch.inf).all() and others.sum() == spread.shape[-1] - 4
+    assert (
+        scatter_to_vocab[..., others].eq(-torch.inf).all()
+        and others.sum() == scatter_to_vocab.shape[-1] - 4
+    )
     if best is not None:
-        assert torch.equal(best, spread.argmax(-1))
+        assert torch.equal(best, scatter_to_vocab.argmax(-1))
 
 
 @pytest.mark.parametrize("kind", ["llama_kernels", "gpt2"])
@@ -163,39 +166,41 @@ def test_nothing_stays_behind(kind: str) -> None:
     assert passes.cache.states is not None
     states = passes.cache.states.clone()
     nodes = torch.tensor(TREE)
-    model.get_input_embeddings().weight[nodes[0, 1 if passes.bit_stable else 0]] = torch.nan
-    part = Part(model, (0, 1), exit=lambda states: states + 1, tokens=torch.tensor([1, 2]))
+    model.get_input_embeddings().weight[nodes[0, 1 if passes.batch_invariant else 0]] = torch.nan
+    part = LayerSubset(model, (0, 1), exit=lambda states: states + 1, tokens=torch.tensor([1, 2]))
     passes.run(nodes, first=1, part=part)
     passes.run(nodes[:, :2].flip(1), first=1, part=part, ahead=2)
     assert torch.equal(states, passes.cache.states)
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.isfinite(t).all() for t in [*passes.cache.keys, *passes.cache.values])
-    assert [list(held) for held in passes.cache.contents] == [[], *TEXTS]
+    assert [list(held) for held in passes.cache.tokens_in] == [[], *TEXTS]
 
 
 @torch.no_grad()
 def test_weights_that_are_replaced_are_noticed() -> None:
     model = shaped("llama")
-    passes, part = filled(model), Part(model, (0, 1))
+    passes, part = filled(model), LayerSubset(model, (0, 1))
     nodes = torch.tensor(TREE)
     before = passes.run(nodes, first=1, part=part).clone()
     linear = model.model.layers[0].mlp.down_proj
     linear.weight = torch.nn.Parameter(2 * linear.weight, requires_grad=False)
     for row, text in enumerate(TEXTS, start=1):
-        passes.cache.contents[row].clear()
+        passes.cache.tokens_in[row].clear()
         passes.prefill(row, text)
     after = passes.run(nodes, first=1, part=part).clone()
-    assert passes.bit_stable and not torch.allclose(before, after, atol=1e-2)
-    assert torch.equal(after, filled(model).run(nodes, first=1, part=Part(model, (0, 1))))
+    assert passes.batch_invariant and not torch.allclose(before, after, atol=1e-2)
+    assert torch.equal(after, filled(model).run(nodes, first=1, part=LayerSubset(model, (0, 1))))
 
 
 def test_the_share_of_the_weights() -> None:
     model = zoo.tiny("llama")
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     head = model.lm_head.weight.numel()
-    assert Part(model, (0, 1, 2)).share == 1
-    assert Part(model, (0, 2)).share == pytest.approx((2 * layer + head) / (3 * layer + head))
-    few = Part(model, (0,), tokens=torch.arange(10))
+    assert LayerSubset(model, (0, 1, 2)).share == 1
+    assert LayerSubset(model, (0, 2)).share == pytest.approx(
+        (2 * layer + head) / (3 * layer + head)
+    )
+    few = LayerSubset(model, (0,), tokens=torch.arange(10))
     expected = (layer + head * 10 / zoo.VOCABULARY) / (3 * layer + head)
     assert few.share == pytest.approx(expected)
 
@@ -204,7 +209,7 @@ def test_a_part_that_cannot_be() -> None:
     model = zoo.tiny("llama")
     for layers in ((), (1, 2), (0, 3), (-1, 0)):
         with pytest.raises(errors.ConfigError, match="starts with layer 0"):
-            Part(model, layers)
+            LayerSubset(model, layers)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "phi3", "qwen3_moe"])

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zoo
-from draftahead import LLM, Batch, Drafter, Sampling, Scores, stats
-from draftahead import policy as policy_module
-from draftahead.drafters import sound_claims
-from draftahead.engine import likeliest, outcomes
-from draftahead.policy import LOSS, Costs, Policy, Spent
-from draftahead.promises import Offer
-from draftahead.rates import Calibration, Usual
-from draftahead.types import Draft
+from draftahead import LLM, Batch, Drafter, ForwardOutput, SamplingParams
+from draftahead.control import policy as policy_module
+from draftahead.control.policy import LOSS, Costs, Policy, Spent
+from draftahead.control.promises import Offer
+from draftahead.control.rates import Calibration, Usual
+from draftahead.core import stats
+from draftahead.core.types import Draft
+from draftahead.drafters.base import sound_claims
+from draftahead.engine.engine import likeliest, outcomes
 
 FLAT = dict.fromkeys(range(1, 129), 1.0)  # rows cost nothing
 STEEP = {n: float(n) for n in range(1, 129)}  # every row costs a whole pass
@@ -48,10 +49,10 @@ def test_a_step_of_the_staircase_is_filled_and_not_climbed_for_little() -> None:
 
 def test_a_batch_shares_the_staircase() -> None:
     """The same claims: eight rows for one text, two each for four of them."""
-    policy, claims = seasoned(STAIRS), [0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1]
-    assert policy.width([claims]) == 8
-    assert policy.width([claims] * 4) <= 4
-    assert policy.width([claims] * 16) == 1
+    policy, confidence = seasoned(STAIRS), [0.6, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1]
+    assert policy.width([confidence]) == 8
+    assert policy.width([confidence] * 4) <= 4
+    assert policy.width([confidence] * 16) == 1
 
 
 def test_what_drafting_took_is_no_reason_to_waste_it() -> None:
@@ -127,14 +128,14 @@ def run(policy: Policy, steps: int, accepted: float, drafting: float, row: float
     for _ in range(steps):
         asked, width, said = not policy.guard.closed(), 1, list[float]()
         if asked:
-            claims = [0.9, 0.81, 0.73]
-            width = policy.width([policy.worth(claims, [-1, 0, 1, 2])])
-            said = claims[: width - 1]
+            confidence = [0.9, 0.81, 0.73]
+            width = policy.width([policy.worth(confidence, [-1, 0, 1, 2])])
+            said = confidence[: width - 1]
         kept = 0
         while kept < len(said) and chance.random() < accepted:
             kept += 1
         seconds = Spent(drafting if asked else 0.0, 1 + row * (width - 1))
-        known = claims[: kept + 1] if asked else []  # the target's own token tells of one more
+        known = confidence[: kept + 1] if asked else []  # the target's own token tells of one more
         notes = [(claim, node < kept) for node, claim in enumerate(known)]
         policy.note(1, width, kept + 1, seconds, notes, asked=asked)
         spent += sum(seconds)
@@ -217,35 +218,39 @@ def test_the_engine_stops_asking_a_drafter_that_sleeps(monkeypatch: pytest.Monke
     llm = LLM(zoo.tiny("llama"), sleeper, max_batch=1)
     score = llm.engine.target.score
 
-    def passing(batch: Batch, draft: Draft) -> Scores:
+    def passing(batch: Batch, draft: Draft) -> ForwardOutput:
         now[0] += 1.0
         return score(batch, draft)
 
     monkeypatch.setattr(llm.engine.target, "score", passing)
-    out = llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=120, ignore_eos=True))[0]
+    out = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))[
+        0
+    ]
     assert len(out.token_ids) == 120
     assert 1 <= sleeper.calls <= 4  # after 16, 32 and 64 steps
     assert llm.engine.policy.guard.pauses == sleeper.calls
 
 
 @given(
-    claims=st.lists(st.floats(0, 1), min_size=0, max_size=12),
+    confidence=st.lists(st.floats(0, 1), min_size=0, max_size=12),
     parents=st.lists(st.integers(0, 100), min_size=12, max_size=12),
     width=st.integers(1, 14),
 )
-def test_what_is_kept_hangs_together(claims: list[float], parents: list[int], width: int) -> None:
+def test_what_is_kept_hangs_together(
+    confidence: list[float], parents: list[int], width: int
+) -> None:
     """Whatever a drafter claims, no node is scored without its parent."""
-    tree = [(5, parent % (node + 1)) for node, parent in enumerate(parents[: len(claims)])]
-    draft = Draft.trees([1], [tree], [claims])
+    tree = [(5, parent % (node + 1)) for node, parent in enumerate(parents[: len(confidence)])]
+    draft = Draft.trees([1], [tree], [confidence])
     (sound,) = sound_claims(draft) or [[]]
     kept = likeliest(sound, width)
-    assert len(kept) == min(width, 1 + len(claims))
-    assert all(draft.above[0][node] in kept for node in kept[1:])
+    assert len(kept) == min(width, 1 + len(confidence))
+    assert all(draft.host_parents[0][node] in kept for node in kept[1:])
 
 
 def test_claims_that_make_no_sense_are_dropped() -> None:
-    for claims in ([[0.5]], [[0.5, 1.5]], [[float("nan"), 0.1]], [[0.1, 0.2, 0.3]]):
-        draft = Draft.chains([1], [[2, 3]], claims)
+    for confidence in ([[0.5]], [[0.5, 1.5]], [[float("nan"), 0.1]], [[0.1, 0.2, 0.3]]):
+        draft = Draft.chains([1], [[2, 3]], confidence)
         assert sound_claims(draft) is None
     assert sound_claims(Draft.chains([1], [[2, 3]], [[0.5, 0.9]])) == [[0.5, 0.5]]
 
@@ -270,12 +275,12 @@ def test_the_machine_is_measured_before_the_first_step() -> None:
 
 
 def test_keys_make_rows_dearer_and_drafts_smaller() -> None:
-    policy, claims = Policy(), [[0.5, 0.35, 0.25, 0.2, 0.15, 0.1, 0.08]]
+    policy, confidence = Policy(), [[0.5, 0.35, 0.25, 0.2, 0.15, 0.1, 0.08]]
     policy.costs.survey(lambda rows, keys: 1 + 0.01 * rows + 1e-4 * rows * keys, room=4096)
     widths = []
     for keys in (0, 1000, 4000, 16000):
         policy.costs.situate(1, keys)
-        widths.append(policy.width(claims))
+        widths.append(policy.width(confidence))
     assert widths == sorted(widths, reverse=True)
     assert widths[0] == 8 and widths[-1] < 4
 
@@ -313,7 +318,7 @@ def test_reasons_are_those_of_the_run() -> None:
     target = zoo.tiny("llama")
     llm = LLM(target, "auto", max_batch=1)
     assert llm.explain() == ["nothing has been decoded yet"]
-    out = llm.generate([[1, 2, 3] * 4], Sampling(temperature=0, max_tokens=30))[0]
+    out = llm.generate([[1, 2, 3] * 4], SamplingParams(temperature=0, max_tokens=30))[0]
     said = "\n".join(llm.explain())
     assert f"{out.stats.steps} steps; nodes scored a text" in said
     assert f"{30 / out.stats.steps:.2f} tokens a step" in said
@@ -357,11 +362,11 @@ def test_what_was_not_scored_is_learnt_from_too() -> None:
 
 def test_where_rows_are_dear_the_drafter_is_hardly_asked() -> None:
     """Guesses worth their rows for one text are not for sixteen; and back."""
-    policy, claims = seasoned(STAIRS), [0.4, 0.3, 0.2]
+    policy, confidence = seasoned(STAIRS), [0.4, 0.3, 0.2]
     policy.costs.note_drafting(0.05)
     for _ in range(100):
         assert policy.asks(1)
-        assert policy.width([claims]) > 1
+        assert policy.width([confidence]) > 1
     asked = sum(policy.asks(16) for _ in range(640))
     assert asked == 10  # now and then, to see whether it has got better
     assert policy.tally.hopeless == 630
@@ -388,7 +393,7 @@ def test_what_a_drafter_could_offer_besides_is_reason_to_ask_it() -> None:
 class Modest(Drafter):
     """Says of itself that it could do better."""
 
-    guided, hope = True, None
+    adaptive, expected_offer = True, None
 
     def __init__(self) -> None:
         self.asked = 0
@@ -403,11 +408,11 @@ def test_the_engine_hears_what_a_drafter_has_in_store(monkeypatch: pytest.Monkey
     monkeypatch.setattr(policy_module.Guard, "closed", lambda self: False)
     usual, asked = Usual(), []
     usual.note([0.9, 0.8, 0.7])
-    for hope in (None, Offer(usual, 0.0)):
+    for expected_offer in (None, Offer(usual, 0.0)):
         drafter = Modest()
-        drafter.hope = hope  # type: ignore[assignment]
+        drafter.expected_offer = expected_offer  # type: ignore[assignment]
         llm = LLM(zoo.tiny("llama"), drafter, max_batch=1)
-        llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=100, ignore_eos=True))
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
         asked.append(drafter.asked)
     assert asked[0] < 50 < asked[1]
 
@@ -417,10 +422,10 @@ def test_what_is_set_up_is_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
     goes to whom it was for."""
     now = [0.0]
     monkeypatch.setattr(stats.time, "perf_counter", lambda: now[0])
-    clock = stats.Clock()
+    clock = stats.StepTimer()
     now[0] += 1.0
     clock.lap("draft_seconds")
-    with stats.SetUp.counted():
+    with stats.CompileTime.counted():
         now[0] += 30.0
     now[0] += 5.0
     clock.lap("verify_seconds")
@@ -430,8 +435,8 @@ def test_what_is_set_up_is_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.shift("verify_seconds", "draft_seconds", but=34.0)
     assert clock.price("verify_seconds") == pytest.approx(5.0)
     assert clock.price("draft_seconds") == pytest.approx(1.0)
-    clock = stats.Clock()
-    with stats.SetUp.counted():
+    clock = stats.StepTimer()
+    with stats.CompileTime.counted():
         now[0] += 30.0
     now[0] += 1.0
     clock.lap("draft_seconds")

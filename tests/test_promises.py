@@ -12,14 +12,22 @@ import torch
 
 import drafted
 import zoo
-from draftahead import LLM, Draft, Drafter, DrafterFaultWarning, Sampling
+from draftahead import LLM, Draft, Drafter, DrafterFaultWarning, SamplingParams
+from draftahead.control.promises import (
+    AT_FIRST,
+    LONGEST_RETRY,
+    RETRY,
+    TRIES,
+    Costly,
+    Promise,
+    Unseen,
+)
+from draftahead.control.rates import Calibration, Usual
+from draftahead.core.draft import CONFIDENCE_SCALE, DeviceDraft
+from draftahead.core.types import Batch, Request, Verdict
 from draftahead.drafters.auto import Auto, Guess, Sent, promised
-from draftahead.drafters.eagle import Eagle
-from draftahead.drafts import SURE, Growing
-from draftahead.heads import eagle_files
-from draftahead.promises import AT_FIRST, LONGEST_RETRY, RETRY, TRIES, Costly, Promise, Unseen
-from draftahead.rates import Calibration, Usual
-from draftahead.types import Batch, Request, Verdict
+from draftahead.drafters.eagle import io
+from draftahead.drafters.eagle.drafter import Eagle
 from test_auto import Price, batch_of_one
 
 POOR = Promise(1.2 / 1.02, 0.2, 2)  # what others promise where they know little
@@ -90,7 +98,7 @@ def bare(most: int = 15) -> Auto:
     auto._scored, auto._kept = Counter(), Counter()
     auto.cheap, auto.other, auto.name, auto._sent, auto._lesson = {}, None, "", None, None
     auto._together, auto._aside = Usual(), {}
-    auto.costly, auto.unseen, auto.guided, auto.vocabulary = Costly(), None, True, 99
+    auto.costly, auto.unseen, auto.adaptive, auto.vocabulary = Costly(), None, True, 99
     return auto
 
 
@@ -154,17 +162,28 @@ def test_what_a_device_grew_is_learnt_while_it_grows_the_next() -> None:
     auto.costly = auto.unseen = Unseen()
     for _ in range(50):
         auto._calibrations["head",].note(0.55, True)
-    sure = [[[5, 7, 8, 9], [-1, 0, 0, 1], [SURE, SURE * 0.55, SURE * 0.05, SURE * 0.35]]]
-    draft = Draft.ahead(Growing([5], torch.tensor(sure).long(), head))
-    assert draft.rows == [[5, 7, 8, 9]]
+    sure = [
+        [
+            [5, 7, 8, 9],
+            [-1, 0, 0, 1],
+            [
+                CONFIDENCE_SCALE,
+                CONFIDENCE_SCALE * 0.55,
+                CONFIDENCE_SCALE * 0.05,
+                CONFIDENCE_SCALE * 0.35,
+            ],
+        ]
+    ]
+    draft = Draft.from_device(DeviceDraft([5], torch.tensor(sure).long(), head))
+    assert draft.host_tokens == [[5, 7, 8, 9]]
     auto._sent = Sent(draft, POOR)
     scores: Any = SimpleNamespace(draft=draft.copied())
     auto.learn(None, Verdict([[0, 2]], [[8, 4]]), scores)  # type: ignore[arg-type]
     assert cheap.told == ["learn"]
     assert not auto.unseen.asked
     auto._sent, auto._trees = None, [[Guess(3, 0, 1, ("cheap",), 0.5)]]  # the next are on their way
-    auto.meanwhile()
-    auto.meanwhile()  # nothing is learnt twice
+    auto.idle_work()
+    auto.idle_work()  # nothing is learnt twice
     assert head.told == ["grown"]
     (now,) = auto.unseen.situations.values()
     assert (auto.unseen.asked, auto.unseen.seconds, now.asked, now.width) == (1, 0.3, 1, 4.0)
@@ -176,7 +195,7 @@ def test_what_a_device_grew_is_learnt_while_it_grows_the_next() -> None:
 
 
 def a_batch() -> Batch:
-    (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(Request((9,), Sampling(), seed=1))
+    (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(Request((9,), SamplingParams(), seed=1))
     return Batch((sequence,), (9,), None, "law", Price())  # type: ignore[arg-type]
 
 
@@ -186,8 +205,8 @@ def test_what_is_proposed_claims_what_it_is_worth() -> None:
     for _ in range(200):
         auto._calibrations["boaster",].note(0.95, False)
     draft = auto.propose(a_batch())
-    assert draft is not None and draft.claims is not None
-    assert draft.claims[0][0] < 0.05
+    assert draft is not None and draft.confidence is not None
+    assert draft.confidence[0][0] < 0.05
 
 
 def test_a_number_that_is_asked_for_is_no_matter_of_what_pays() -> None:
@@ -196,7 +215,7 @@ def test_a_number_that_is_asked_for_is_no_matter_of_what_pays() -> None:
     for _ in range(AT_FIRST):
         auto.costly.note(5.0, Promise(1.0, 0.0, 1), Promise(1.0, 0.0, 1))
     assert auto.propose(batch) is None and not other.told
-    auto.guided = False
+    auto.adaptive = False
     assert auto.propose(batch) is not None and other.told == ["propose"]
 
 
@@ -212,7 +231,7 @@ def test_a_costly_drafter_that_fails_is_not_asked_again() -> None:
 
 
 def test_earlier_outputs_draft_where_that_is_asked_for() -> None:
-    prompt, sampling = [1, 2, 3], Sampling(temperature=0, max_tokens=40)
+    prompt, sampling = [1, 2, 3], SamplingParams(temperature=0, max_tokens=40)
     config = {"method": "auto", "num_speculative_tokens": 7, "shared_tokens": 1000}
     llm = LLM(zoo.tiny("llama"), config, max_batch=1)
     first, again, other = (
@@ -225,8 +244,8 @@ def test_a_head_that_comes_with_the_model_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = zoo.tiny("llama")
-    eagle_files.save(drafted.random_head(target), tmp_path, with_vocabulary=True)
-    monkeypatch.setattr("draftahead.hub.head_of", lambda model: tmp_path)
+    io.save(drafted.random_head(target), tmp_path, with_vocabulary=True)
+    monkeypatch.setattr("draftahead.loader.hub.head_of", lambda model: tmp_path)
     auto = LLM(target, "auto").engine.drafter
     assert isinstance(auto, Auto) and isinstance(auto.other, Eagle)
 

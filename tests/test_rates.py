@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftahead.rates import Calibration, Rates
+from draftahead.control.rates import Calibration, Rates
 
 
 def test_a_first_opinion_counts_as_a_few_guesses_and_old_ones_fade() -> None:

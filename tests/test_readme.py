@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import zoo
-from draftahead import LLM, Sampling, drafters
+from draftahead import LLM, SamplingParams
+from draftahead.drafters import registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,12 +30,12 @@ def test_readme_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_contributings_drafter_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafters, "_REGISTRY", dict(drafters._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     (block,) = python_blocks("CONTRIBUTING.md")
     exec(compile(block, "CONTRIBUTING.md", "exec"), {"__name__": "contributing"})
     model = zoo.tiny("llama")
     llm = LLM(model, drafter={"method": "echo", "num_speculative_tokens": 3})
-    out = llm.generate([1, 2, 3], Sampling(temperature=0, max_tokens=20))[0]
+    out = llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))[0]
     assert out.token_ids == zoo.reference(model, [1, 2, 3], 20)
     assert out.stats.drafted > 0
 
@@ -52,5 +53,5 @@ def test_architecture_names_every_file() -> None:
 
 def test_drafter_table_is_complete() -> None:
     table = (ROOT / "README.md").read_text("utf-8")
-    for name in drafters.names():
+    for name in registry.names():
         assert f"| `{name}`" in table

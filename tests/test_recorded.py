@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import zoo
-from draftahead.heads.eagle import new_head
-from draftahead.heads.eagle_passes import HeadPasses
-from draftahead.passes import CachedModel
-from draftahead.runtime.clocks import NOW_AND_THEN, KnownTimes
-from draftahead.runtime.forward import RecordedFill
-from draftahead.stats import SetUp
+from draftahead.backends.cuda.hf_graph import GraphedPrefill
+from draftahead.backends.cuda.timing import NOW_AND_THEN, TimerCache
+from draftahead.core.stats import CompileTime
+from draftahead.drafters.eagle.head import new_head
+from draftahead.drafters.eagle.runner import EagleRunner
+from draftahead.models.runner import ModelRunner
 from test_eagle import wide
 
 
@@ -40,19 +40,19 @@ class AtOnce:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr("draftahead.runtime.forward.Graphs", AtOnce)
-    monkeypatch.setattr("draftahead.runtime.forward.FEWEST", 4)
+    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.GraphPool", AtOnce)
+    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.FEWEST", 4)
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_prompt_filled_by_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second of about its length on; behind what the row holds, with its states."""
-    monkeypatch.setattr("draftahead.passes.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("draftahead.models.runner.PREFILL_CHUNK", 16)
     target, both = zoo.tiny("llama"), []
     for recorded in (False, True):
-        passes = CachedModel(target, max_batch=3, max_context=90, spare=64)
+        passes = ModelRunner(target, max_batch=3, max_context=90, spare=64)
         passes._decoder = None  # its kernels would do it by themselves
-        passes._fill = RecordedFill("it", passes._forward, passes.cache) if recorded else None
+        passes._fill = GraphedPrefill("it", passes._forward, passes.cache) if recorded else None
         passes.watch((1, 2))
         runs = []
         for row, length in ((0, 5), (1, 37), (2, 39), (0, 60), (1, 88)):
@@ -60,8 +60,8 @@ def test_a_prompt_filled_by_a_recording(monkeypatch: pytest.MonkeyPatch) -> None
             runs.append(len(passes._fill.graphs.runs) if passes._fill else 0)  # type: ignore[attr-defined]
         assert not recorded or 0 == runs[0] < runs[2] < runs[4]
         both.append(passes.cache)
-    for row, held in enumerate(both[0].contents):
-        assert held == both[1].contents[row]
+    for row, held in enumerate(both[0].tokens_in):
+        assert held == both[1].tokens_in[row]
         tensors = zip(both[0].stored(), both[1].stored(), strict=True)
         for eager, filled in tensors:
             part = (slice(None), row, slice(None), slice(len(held)))
@@ -74,33 +74,33 @@ def test_a_prompt_filled_by_a_recording(monkeypatch: pytest.MonkeyPatch) -> None
 @torch.inference_mode()
 def test_pairs_filled_by_a_recording(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for a head that reads a prompt's pairs; also when the states move elsewhere."""
-    monkeypatch.setattr("draftahead.heads.eagle_passes.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("draftahead.runtime.build.library", lambda: None)
+    monkeypatch.setattr("draftahead.drafters.eagle.runner.PREFILL_CHUNK", 16)
+    monkeypatch.setattr("draftahead.backends.cpu.build.library", lambda: None)
     model = wide()
     head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 3), layers=layers)
     both = []
     for recorded in (False, True):
-        target = CachedModel(model, max_batch=2, max_context=90, spare=64)
+        target = ModelRunner(model, max_batch=2, max_context=90, spare=64)
         target.watch((1, 3))
-        passes = HeadPasses(head, target, 2, 8)
-        fill = RecordedFill("it", passes._fill_pass, passes.cache) if recorded else None
+        passes = EagleRunner(head, target, 2, 8)
+        fill = GraphedPrefill("it", passes._fill_pass, passes.cache) if recorded else None
         passes._fill = fill
         for turn, (row, length) in enumerate(((0, 21), (1, 40), (0, 77))):
             tokens = [(7 * row + 3 * i) % zoo.VOCABULARY for i in range(length)]
             target.prefill(row, tokens)
             passes._read(row, tokens)
-            assert len(passes.cache.contents[row]) == length - 2
+            assert len(passes.cache.tokens_in[row]) == length - 2
             if fill is not None:
                 runs: Any = fill.graphs
                 assert len(runs.runs) == (0, 2, 6)[turn]  # a size is run as it is at first
         both.append(passes.cache)
         target.watch((1, 2, 3))
         target.prefill(0, tokens)
-        passes.cache.contents[0].clear()
+        passes.cache.tokens_in[0].clear()
         passes._read(0, tokens)
         assert not recorded or len(runs.runs) == 5  # of those before, none is good any more
-    for row, held in enumerate(both[0].contents):
-        assert held == both[1].contents[row]
+    for row, held in enumerate(both[0].tokens_in):
+        assert held == both[1].tokens_in[row]
         for eager, filled in zip(both[0].stored(), both[1].stored(), strict=True):
             part = (slice(None), row, slice(None), slice(len(held)))
             assert torch.allclose(eager[part], filled[part], atol=1e-5)
@@ -110,19 +110,19 @@ def test_pairs_filled_by_a_recording(layers: int, monkeypatch: pytest.MonkeyPatc
 @torch.inference_mode()
 def test_padding_of_pairs_may_reach_beyond_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head's cache may be the longer one."""
-    monkeypatch.setattr("draftahead.heads.eagle_passes.PREFILL_CHUNK", 64)
-    monkeypatch.setattr("draftahead.runtime.build.library", lambda: None)
+    monkeypatch.setattr("draftahead.drafters.eagle.runner.PREFILL_CHUNK", 64)
+    monkeypatch.setattr("draftahead.backends.cpu.build.library", lambda: None)
     model, keys = wide(), []
     head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 3))
     tokens = [(3 * i) % zoo.VOCABULARY for i in range(88)]
     for _ in range(2):
-        target = CachedModel(model, max_batch=1, max_context=90, spare=4)
+        target = ModelRunner(model, max_batch=1, max_context=90, spare=4)
         target.watch((1, 3))
         target.prefill(0, tokens)
-        passes = HeadPasses(head, target, 1, 60)
-        passes._fill = RecordedFill("it", passes._fill_pass, passes.cache)
+        passes = EagleRunner(head, target, 1, 60)
+        passes._fill = GraphedPrefill("it", passes._fill_pass, passes.cache)
         for _ in range(1 + len(keys)):  # the second time as it would be recorded
-            passes.cache.contents[0].clear()
+            passes.cache.tokens_in[0].clear()
             passes._read(0, tokens)
         assert len(passes._fill.graphs.runs) == 2 * len(keys)  # type: ignore[attr-defined]
         keys.append(passes.cache.keys[0][0, :, :86].clone())
@@ -155,7 +155,7 @@ def test_what_always_takes_as_long_is_timed_now_and_then(monkeypatch: pytest.Mon
     """Marks take the host some time: at first, every so often, and never with events made anew."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    times, found = KnownTimes(torch.device("cuda:7")), []
+    times, found = TimerCache(torch.device("cuda:7")), []
     for use in range(1, 34):
         clock = times.clock("a kind")
         for spent in (0.0, use, 10.0):
@@ -174,7 +174,7 @@ def test_what_always_takes_as_long_is_timed_now_and_then(monkeypatch: pytest.Mon
             for more in spent:
                 Event.now += more
                 if known == 3 and len(spent) == 2:  # recorded meanwhile: it tells nothing
-                    monkeypatch.setattr(SetUp, "seconds", SetUp.seconds + 1.0)
+                    monkeypatch.setattr(CompileTime, "seconds", CompileTime.seconds + 1.0)
                 clock.mark()
             clock.laps()
         assert (round(1e3 * times.clock("a kind").laps()[0]) == 5) == (known == 5)

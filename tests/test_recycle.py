@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 import zoo
-from draftahead import LLM, Sampling, errors
+from draftahead import LLM, SamplingParams, errors
 from draftahead.drafters import recycle
 from draftahead.drafters.recycle import KEPT, Recycle
 
-GREEDY = Sampling(temperature=0, max_tokens=30)
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
 PROMPT = [5, 6, 7, 8]
 
 
@@ -37,9 +37,9 @@ def test_every_verified_node_is_remembered(target: Any) -> None:
 
     def learn(batch: Any, verdict: Any, scores: Any) -> None:
         real(batch, verdict, scores)
-        (path,), (tokens,) = verdict.paths, scores.draft.rows
+        (path,), (tokens,) = verdict.paths, scores.draft.host_tokens
         best = scores.logits[0].topk(KEPT).indices.tolist()
-        order = [n for n in range(scores.draft.sizes[0]) if n not in path] + path
+        order = [n for n in range(scores.draft.num_nodes[0]) if n not in path] + path
         seen.update({tokens[node]: best[node] for node in order})
         assert drafter._own[batch.sequences[0].id] == seen
 
@@ -59,7 +59,7 @@ def test_a_scope_remembers_and_nobody_else_profits(target: Any) -> None:
         assert llm.generate([PROMPT], GREEDY, scope=scope)[0].stats.steps > again.steps
     assert set(drafter._shared) == {"ann", "bob"}
     for number in range(80):
-        llm.generate([PROMPT], Sampling(temperature=0, max_tokens=2), scope=str(number))
+        llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2), scope=str(number))
     assert len(drafter._shared) <= 64
     assert "ann" not in drafter._shared
     alone, drafter = recycling(target)  # nothing is shared unless the drafter is asked to, either

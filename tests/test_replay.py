@@ -8,26 +8,26 @@ import pytest
 import torch
 
 import zoo
-from draftahead import LLM, Sampling, errors
-from draftahead import target as target_module
-from draftahead.passes import CachedModel
-from draftahead.prompts import load_prompts
+from draftahead import LLM, SamplingParams, errors
+from draftahead.bench.prompts import load_prompts
+from draftahead.models import verifier as target_module
+from draftahead.models.runner import ModelRunner
 from drafted import Garbage, GarbageTree
 
-WARM = Sampling(temperature=0.8, top_p=0.95, max_tokens=20, seed=7)
+WARM = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=20, seed=7)
 
 
 def test_self_test_refuses_kernels_that_mind_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass whose results depend on a node's place, by one bit of one logit."""
-    real = CachedModel.run
+    real = ModelRunner.run
 
-    def uneven(self: CachedModel, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def uneven(self: ModelRunner, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         logits = real(self, tokens, **kwargs).clone()
         if logits.shape[1] > 3:
             logits[:, 3, 0] = torch.nextafter(logits[:, 3, 0], torch.tensor(torch.inf).to(logits))
         return logits
 
-    monkeypatch.setattr(CachedModel, "run", uneven)
+    monkeypatch.setattr(ModelRunner, "run", uneven)
     with pytest.raises(errors.ReplayUnsupportedError, match="use exact='law'"):
         LLM(zoo.tiny("llama"), exact="replay")
     monkeypatch.undo()
@@ -38,13 +38,13 @@ def test_self_test_refuses_kernels_that_mind_the_row(monkeypatch: pytest.MonkeyP
 def test_every_pass_has_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain or drafted, alone or with mates: rows, nodes and slots of a request's passes."""
     model = zoo.tiny("llama")
-    real, shapes = CachedModel.run, set()
+    real, shapes = ModelRunner.run, set()
 
-    def noting(self: CachedModel, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def noting(self: ModelRunner, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         shapes.add((tuple(tokens.shape), kwargs["live"]))
         return real(self, tokens, **kwargs)
 
-    monkeypatch.setattr(CachedModel, "run", noting)
+    monkeypatch.setattr(ModelRunner, "run", noting)
     for drafter in ("none", Garbage(), GarbageTree()):
         LLM(model, drafter=drafter, exact="replay").generate(zoo.ragged_prompts(3), WARM)
     assert shapes == {
@@ -59,7 +59,7 @@ def test_replay_on_the_embedded_model(smollm2: tuple[Any, Any]) -> None:
     model, tokenizer = smollm2
     prompts = [p for p in load_prompts() if p.task in ("summary", "code_edit")][::10]
     asked = [[{"role": "user", "content": p.turns[0][:300]}] for p in prompts]
-    sampling = Sampling(temperature=0.8, max_tokens=12, seed=7, logprobs=0, raw_logprobs=True)
+    sampling = SamplingParams(temperature=0.8, max_tokens=12, seed=7, logprobs=0, raw_logprobs=True)
 
     def texts(drafter: Any, group: list[Any]) -> list[Any]:
         llm = LLM(model, drafter, tokenizer=tokenizer, exact="replay", max_batch=2, max_context=384)

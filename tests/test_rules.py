@@ -8,15 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from draftahead import verify
-from draftahead.sampling import Context, DraftDice
-from draftahead.types import Batch, Draft, Sampling, Scores
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.types import Batch, Draft, ForwardOutput
+from draftahead.sampling import accept
+from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from draftahead.sampling.noise import NodeContext
 from toy import END, VOCABULARY, World, add_step, distance, sequence_law
 
-PLAIN = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 SETTINGS = {
     "plain": PLAIN,
-    "penalties": Sampling(
+    "penalties": SamplingParams(
         temperature=0.8,
         top_k=0,
         top_p=1.0,
@@ -26,14 +28,16 @@ SETTINGS = {
         frequency_penalty=0.3,
         min_tokens=2,
     ),
-    "truncated": Sampling(temperature=1.3, top_k=3, top_p=0.9, min_p=0.02, repetition_penalty=1.2),
+    "truncated": SamplingParams(
+        temperature=1.3, top_k=3, top_p=0.9, min_p=0.02, repetition_penalty=1.2
+    ),
 }
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("seed", [1, 3, 4])
-def test_sampled_chain_keeps_the_law(rule: verify.Rule, setting: str, seed: int) -> None:
+def test_sampled_chain_keeps_the_law(rule: accept.AcceptanceRule, setting: str, seed: int) -> None:
     world = World(seed, SETTINGS[setting])
     plain = world.text_law(4)
     assert abs(sum(plain.values()) - 1) < 1e-12
@@ -42,7 +46,7 @@ def test_sampled_chain_keeps_the_law(rule: verify.Rule, setting: str, seed: int)
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_equal_laws_accept_everything(rule: verify.Rule) -> None:
+def test_equal_laws_accept_everything(rule: accept.AcceptanceRule) -> None:
     world = World(3, PLAIN, drafter_equals_target=True)
     assert distance(sequence_law(world, 2, rule), world.text_law(3)) < 1e-12
 
@@ -86,9 +90,9 @@ def sibling_trees(world: World) -> list[tuple[float, Draft]]:
                 if chance > 0:
                     guesses = [(a, 0), (b, 0), (c, 1), (d, 1), (e, 3)]
                     none = torch.zeros(VOCABULARY, dtype=torch.float64)
-                    laws = torch.stack([law(()), law((a,)), none, law((a, c)), none, none])[None]
+                    probs = torch.stack([law(()), law((a,)), none, law((a, c)), none, none])[None]
                     tree = Draft.trees([prompt[-1]], [guesses])
-                    found.append((chance, Draft(tree.tokens, tree.parents, tree.sizes, laws)))
+                    found.append((chance, Draft(tree.tokens, tree.parents, tree.num_nodes, probs)))
     return found
 
 
@@ -121,21 +125,21 @@ def test_point_mass_tree_follows_the_targets_own_draws(
     for node, (token, parent) in enumerate(pairs, start=1):
         paths.append((*paths[parent], token))
         nodes.setdefault(paths[-1], node)
-    batch = Batch((sequence,), (8,), DraftDice([sequence], [0], VOCABULARY, "law"))
-    scores = Scores(torch.zeros(1, 8, VOCABULARY))
+    batch = Batch((sequence,), (8,), RecordedDraftSampler([sequence], [0], VOCABULARY, "law"))
+    scores = ForwardOutput(torch.zeros(1, 8, VOCABULARY))
     for text in itertools.product(range(VOCABULARY), repeat=5):
 
         def says(
             logits: torch.Tensor,
-            contexts: list[Context],
+            contexts: list[NodeContext],
             text: tuple[int, ...] = text,
             apart: bool = False,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             said = (*text, 0, 0, 0, 0)[len(contexts[0].path)]
             return torch.tensor([said]), torch.tensor([True])
 
-        monkeypatch.setattr(verify, "draw", says)
-        verdict = verify.verify(draft, scores, batch)
+        monkeypatch.setattr(accept, "draw", says)
+        verdict = accept.verify(draft, scores, batch)
         whole = (*text, 0, 0, 0, 0)
         agreeing = next(d for d in range(9) if whole[: d + 1] not in nodes)
         assert verdict.tokens[0] == list(whole[: agreeing + 1])

@@ -20,14 +20,14 @@ from transformers import (
 )
 
 import zoo
-from draftahead import LLM, Sampling, errors
-from draftahead.passes import CachedModel
-from draftahead.runtime import build
-from draftahead.runtime.linear import Int8Linear, group_for, quantized, run_linear
+from draftahead import LLM, SamplingParams, errors
+from draftahead.backends.cpu import build
+from draftahead.backends.cpu.linear import Int8Linear, group_for, quantized, run_linear
+from draftahead.models.runner import ModelRunner
 from drafted import ALL, Clairvoyant
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason=str(build.problem()))
-GREEDY = Sampling(temperature=0, max_tokens=32)
+GREEDY = SamplingParams(temperature=0, max_tokens=32)
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 192,
@@ -66,7 +66,7 @@ def test_llama_shaped_models_run_by_the_kernels(name: str) -> None:
     model, prompts = shaped(name), zoo.ragged_prompts(4)
     answers = {tuple(p): zoo.reference(model, p, 32) for p in prompts}
     llm = LLM(model, Clairvoyant(answers), max_batch=4)
-    assert llm.engine.target.passes.bit_stable
+    assert llm.engine.target.runner.batch_invariant
     outs = llm.generate(prompts, GREEDY)
     assert [out.token_ids for out in outs] == list(answers.values())
     assert all(out.stats.mean_acceptance_length > 3 for out in outs)
@@ -74,9 +74,9 @@ def test_llama_shaped_models_run_by_the_kernels(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "smollm3", "olmo2", "qwen3_moe", "phi3"])
 def test_other_shapes_are_left_alone(name: str) -> None:
-    assert not CachedModel(
+    assert not ModelRunner(
         zoo.tiny(name, dtype=torch.float32), max_batch=1, max_context=64, spare=8
-    ).bit_stable
+    ).batch_invariant
 
 
 def test_activations_of_extreme_size() -> None:
@@ -86,7 +86,7 @@ def test_activations_of_extreme_size() -> None:
         layer.mlp.gate_proj.weight.mul_(60)
     prompts = zoo.ragged_prompts(2)
     llm = LLM(model, "none")
-    assert llm.engine.target.passes.bit_stable
+    assert llm.engine.target.runner.batch_invariant
     expected = [zoo.reference(model, prompt, 32) for prompt in prompts]
     assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == expected
 
@@ -107,7 +107,7 @@ def test_a_model_changed_after_binding_is_noticed() -> None:
     assert agrees()
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
     assert agrees()
-    assert not llm.engine.target.passes.bit_stable
+    assert not llm.engine.target.runner.batch_invariant
 
 
 def test_a_patched_linear_is_used_and_stays() -> None:
@@ -123,23 +123,23 @@ def test_a_patched_linear_is_used_and_stays() -> None:
 def test_a_model_that_only_looks_alike_is_left_alone() -> None:
     """The right parts, but a forward that does something else: found out by comparison."""
     model = shaped("llama")
-    assert CachedModel(model, max_batch=1, max_context=64, spare=8).bit_stable
+    assert ModelRunner(model, max_batch=1, max_context=64, spare=8).batch_invariant
     real = model.model.norm.forward
     model.model.norm.forward = lambda x: real(x) * 1.05
-    assert not CachedModel(model, max_batch=1, max_context=64, spare=8).bit_stable
+    assert not ModelRunner(model, max_batch=1, max_context=64, spare=8).batch_invariant
     softcapped = Gemma2ForCausalLM(Gemma2Config(**SIZES)).eval()
-    assert not CachedModel(softcapped, max_batch=1, max_context=64, spare=8).bit_stable
+    assert not ModelRunner(softcapped, max_batch=1, max_context=64, spare=8).batch_invariant
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
 def test_bits_do_not_depend_on_the_pass(int8: bool) -> None:
     """One node, a chain, a tree, other rows, other threads: the same logits to the last bit."""
-    from draftahead.runtime.linear import quantize_model
+    from draftahead.backends.cpu.linear import quantize_model
 
     model = shaped("qwen3")
     if int8:
         quantize_model(model)
-    passes = CachedModel(model, max_batch=3, max_context=128, spare=64)
+    passes = ModelRunner(model, max_batch=3, max_context=128, spare=64)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(1, 97, (50,), generator=generator).tolist()
     for row in range(3):
@@ -148,8 +148,8 @@ def test_bits_do_not_depend_on_the_pass(int8: bool) -> None:
     together = passes.run(chain)[0]
     for index, token in enumerate(text[30:50]):
         assert torch.equal(passes.run(torch.tensor([[token]]))[0, 0], together[index])
-        passes.cache.contents[0].append(token)
-    del passes.cache.contents[0][30:]
+        passes.cache.tokens_in[0].append(token)
+    del passes.cache.tokens_in[0][30:]
     mates = torch.randint(1, 97, (3, 11), generator=generator)
     mates[0] = chain[0, :11]
     assert torch.equal(passes.run(mates)[0], together[:11])
@@ -165,7 +165,7 @@ def test_bits_do_not_depend_on_the_pass(int8: bool) -> None:
         torch.set_num_threads(1)
     # In pieces or at once: prefill leaves the same keys.
     keys = passes.cache.keys[2][0, :, :30].clone()
-    passes.cache.contents[0].clear()
+    passes.cache.tokens_in[0].clear()
     for end in (1, 4, 17, 30):
         passes.prefill(0, text[:end])
     assert torch.equal(passes.cache.keys[2][0, :, :30], keys)
@@ -173,13 +173,13 @@ def test_bits_do_not_depend_on_the_pass(int8: bool) -> None:
 
 def test_a_pass_names_the_likeliest_tokens() -> None:
     """As torch does, over widths with and without a rest; of equals the first; of NaN none."""
-    from draftahead.runtime.cpu import TOP
+    from draftahead.backends.cpu.decoder import TOP
 
     for vocabulary in (97, 256, 700):
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": vocabulary}))).eval()
-        passes = CachedModel(model, max_batch=2, max_context=64, spare=16)
-        assert passes.bit_stable
+        passes = ModelRunner(model, max_batch=2, max_context=64, spare=16)
+        assert passes.batch_invariant
         tokens = torch.randint(0, vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
         logits = passes.run(tokens)
         assert passes.top is not None and passes.best is not None
@@ -203,8 +203,8 @@ def test_a_pass_tells_the_states_that_are_watched(kernels: bool) -> None:
     """As transformers counts them: after so many layers; after the last, behind its norm."""
     model = shaped("llama") if kernels else zoo.tiny("gpt2", dtype=torch.float32)
     layers = model.config.num_hidden_layers
-    passes = CachedModel(model, max_batch=1, max_context=64, spare=16)
-    assert passes.bit_stable == kernels
+    passes = ModelRunner(model, max_batch=1, max_context=64, spare=16)
+    assert passes.batch_invariant == kernels
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
     passes.run(tokens)
     assert passes.cache.states is None
@@ -223,7 +223,7 @@ def test_a_pass_tells_the_states_that_are_watched(kernels: bool) -> None:
             passes.watch(wrong)
 
 
-def _again(passes: CachedModel, tokens: torch.Tensor) -> torch.Tensor:
+def _again(passes: ModelRunner, tokens: torch.Tensor) -> torch.Tensor:
     passes.run(tokens)
     assert passes.best is not None
     return passes.best
@@ -235,10 +235,10 @@ def _again(passes: CachedModel, tokens: torch.Tensor) -> torch.Tensor:
 def test_every_drafter_gives_the_very_text(name: str, temperature: float) -> None:
     """float32, sampled drafts and trees included: replay costs nothing here."""
     model, prompts = shaped("llama"), zoo.ragged_prompts(3)
-    sampling = Sampling(temperature=temperature, max_tokens=30, seed=2)
+    sampling = SamplingParams(temperature=temperature, max_tokens=30, seed=2)
     plain = LLM(model, "none", exact="replay").generate(prompts, sampling)
     llm = LLM(model, ALL[name](model), exact="replay", max_batch=2)
-    assert not llm.engine.target.one_shape
+    assert not llm.engine.target.fixed_shape
     outs = llm.generate(prompts, sampling)
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
 
@@ -291,7 +291,7 @@ def test_the_users_model_is_not_changed() -> None:
 
 
 def test_without_a_compiler_everything_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftahead.runtime.linear import quantize_model
+    from draftahead.backends.cpu.linear import quantize_model
 
     model = shaped("llama")
     expected = LLM(model, "none").generate([1, 2, 3], GREEDY)[0].token_ids
@@ -299,7 +299,7 @@ def test_without_a_compiler_everything_still_works(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("DRAFTAHEAD_KERNELS", "0")
     try:
         llm = LLM(model, "lookup")
-        assert not llm.engine.target.passes.bit_stable
+        assert not llm.engine.target.runner.batch_invariant
         assert llm.generate([1, 2, 3], GREEDY)[0].token_ids == expected
         with pytest.raises(errors.ConfigError, match="DRAFTAHEAD_KERNELS=0"):
             quantize_model(model)

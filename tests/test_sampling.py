@@ -18,15 +18,24 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftahead import sampling, verify
-from draftahead.sampling import Context, Stream, hash_key, law_of, race, step_key, uniforms
-from draftahead.types import Sampling
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.sampling import accept, draft_sampler, noise
+from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from draftahead.sampling.noise import (
+    NodeContext,
+    RngStream,
+    rng_key,
+    sample_gumbel,
+    step_rng_key,
+    uniforms,
+)
+from draftahead.sampling.processors import probs_of
 from toy import World
 
 
-def context(**fields: object) -> Context:
+def context(**fields: object) -> NodeContext:
     base = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    return Context(World(0, Sampling(**(base | fields))).sequence())  # type: ignore[arg-type]
+    return NodeContext(World(0, SamplingParams(**(base | fields))).sequence())  # type: ignore[arg-type]
 
 
 @settings(deadline=None, max_examples=120)
@@ -62,7 +71,7 @@ def test_law_equals_transformers(
     if min_p:
         theirs.append(MinPLogitsWarper(min_p))
     expected = theirs(torch.tensor([at.sequence.tokens]), logits.clone()).softmax(-1)
-    torch.testing.assert_close(law_of(logits, [at]), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(probs_of(logits, [at]), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_rows_of_a_batch_are_processed_apart() -> None:
@@ -75,52 +84,52 @@ def test_rows_of_a_batch_are_processed_apart() -> None:
         context(top_p=0.4, temperature=0.5),
         context(min_p=0.2),
     ]
-    together = law_of(logits, rows)
+    together = probs_of(logits, rows)
     for i, row in enumerate(rows):
-        torch.testing.assert_close(together[i], law_of(logits[i : i + 1], [row])[0])
+        torch.testing.assert_close(together[i], probs_of(logits[i : i + 1], [row])[0])
     assert together[1].max() == 1
 
 
 def test_top_p_beyond_the_first_thousand() -> None:
     """A flat law over many tokens: the nucleus is wider than the first look at it."""
     logits = 0.01 * torch.randn(1, 5000, generator=torch.Generator().manual_seed(2))
-    law = law_of(logits, [context(top_p=0.9)])
+    law = probs_of(logits, [context(top_p=0.9)])
     assert 4400 < int((law > 0).sum()) < 4600
     expected = TopPLogitsWarper(0.9)(None, logits.clone()).softmax(-1)
     torch.testing.assert_close(law, expected, rtol=1e-4, atol=1e-9)
 
 
 def test_uniforms_are_uniform_and_keyed() -> None:
-    values = uniforms([hash_key(1, 2), hash_key(2, 1)], 20_000)
+    values = uniforms([rng_key(1, 2), rng_key(2, 1)], 20_000)
     assert 0 < float(values.min()) < float(values.max()) < 1
     for row in values:
         assert scipy_stats.kstest(row.numpy(), "uniform").pvalue > 1e-3
     assert abs(float(torch.corrcoef(values)[0, 1])) < 0.03
-    assert torch.equal(uniforms([hash_key(1, 2)], 50)[0], values[0, :50])
+    assert torch.equal(uniforms([rng_key(1, 2)], 50)[0], values[0, :50])
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2**63 - 1))
 def test_hash_on_the_host_and_in_torch_agree(part: int) -> None:
     """The same splitmix64 in Python's integers and in torch's wrapping ones."""
-    start = sampling._signed((part + 1) * sampling._GOLDEN)
-    assert int(sampling._mix(torch.tensor([start]))[0]) == hash_key(part)
+    start = noise._signed((part + 1) * noise._GOLDEN)
+    assert int(noise._mix(torch.tensor([start]))[0]) == rng_key(part)
 
 
 def test_noise_for_drafts_and_coins_is_new_in_every_step() -> None:
     """A position drafted again must not meet the coin that rejected it before."""
-    sequence = World(0, Sampling(temperature=1.0)).sequence()
-    before = step_key(Stream.COIN, Context(sequence, (1, 2)))
+    sequence = World(0, SamplingParams(temperature=1.0)).sequence()
+    before = step_rng_key(RngStream.COIN, NodeContext(sequence, (1, 2)))
     sequence.tokens.append(1)
-    after = step_key(Stream.COIN, Context(sequence, (2,)))
-    assert Context(sequence, (2,)).position == len(sequence.tokens) + 1
+    after = step_rng_key(RngStream.COIN, NodeContext(sequence, (2,)))
+    assert NodeContext(sequence, (2,)).position == len(sequence.tokens) + 1
     assert before != after
 
 
 def test_race_never_draws_the_impossible() -> None:
     law = torch.zeros(4000, 8)
     law[:, 3], law[:, 5] = 0.25, 0.75
-    drawn = race(law, [hash_key(i) for i in range(4000)])
+    drawn = sample_gumbel(law, [rng_key(i) for i in range(4000)])
     counts = torch.bincount(drawn, minlength=8).tolist()
     assert sum(counts[i] for i in (0, 1, 2, 4, 6, 7)) == 0
     assert abs(counts[3] - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75)
@@ -139,47 +148,47 @@ def test_block_acceptance_is_sound_for_any_laws(
     """Chances lie in [0, 1], an impossible token is never kept, residuals are laws."""
     generator = torch.Generator().manual_seed(seed)
 
-    def laws(count: int) -> torch.Tensor:
+    def probs(count: int) -> torch.Tensor:
         values = torch.rand(1, count, vocabulary, generator=generator, dtype=torch.float64)
         values[torch.rand(values.shape, generator=generator) < zeros] = 0
         values[..., 0] += 1e-3
         return values / values.sum(-1, keepdim=True)
 
-    p, q = laws(length + 1), laws(length)
+    p, q = probs(length + 1), probs(length)
     tokens = torch.multinomial(q[0], 1, generator=generator).T
-    keep, weight = verify.block_acceptance(p, q, tokens, torch.tensor([length]))
+    keep, weight = accept.block_keep_probabilities(p, q, tokens, torch.tensor([length]))
     for chances in (keep, weight):
         assert 0 <= float(chances.min()) <= float(chances.max()) <= 1 + 1e-12
     for i in range(1, length + 1):
         if p[0, i - 1, tokens[0, i - 1]] == 0:
             assert not keep[0, i:].any()
     for i in range(length):
-        law = verify.block_residual(p[:, i], q[:, i], weight[:, i], torch.tensor([False]))
+        law = accept.block_residual(p[:, i], q[:, i], weight[:, i], torch.tensor([False]))
         assert float(law.min()) >= 0
         assert float(law.sum()) == pytest.approx(1)
 
 
 def test_uniforms_never_reach_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_mix", lambda x: torch.full_like(x, -1))
+    monkeypatch.setattr(noise, "_mix", lambda x: torch.full_like(x, -1))
     assert 0 < float(uniforms([0], 1)) < 1
-    monkeypatch.setattr(sampling, "_mix", lambda x: torch.zeros_like(x))
+    monkeypatch.setattr(noise, "_mix", lambda x: torch.zeros_like(x))
     assert 0 < float(uniforms([0], 1)) < 1
 
 
-def first_token_error(rule: verify.Rule, seed: int, texts: int) -> float:
+def first_token_error(rule: accept.AcceptanceRule, seed: int, texts: int) -> float:
     """Total variation between drawn and exact law of the first token, by the real keys."""
     from collections import Counter
 
-    from draftahead.types import Batch, Scores
+    from draftahead.core.types import Batch, ForwardOutput
     from toy import VOCABULARY
 
-    base = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    base = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
     world, depth, counts = World(seed, base), 3, Counter[int]()
     sequences = []
     for number in range(texts):
         sequences.append(world.sequence())
-        sequences[-1].key = hash_key(seed, number)
-    dice = sampling.DraftDice(sequences, [depth] * texts, VOCABULARY, "law")
+        sequences[-1].rng_key = rng_key(seed, number)
+    dice = RecordedDraftSampler(sequences, [depth] * texts, VOCABULARY, "law")
     for _ in range(depth):
         paths = [world.prompt + tuple(chain) for chain in dice.chains]
         dice.draw(torch.stack([world.logits("drafter", path) for path in paths]))
@@ -194,7 +203,7 @@ def first_token_error(rule: verify.Rule, seed: int, texts: int) -> float:
     draft = dice.draft()
     assert draft is not None
     batch = Batch(tuple(sequences), (depth,) * texts, dice)
-    verdict = verify.verify(draft, Scores(logits), batch, rule)
+    verdict = accept.verify(draft, ForwardOutput(logits), batch, rule)
     counts.update(tokens[0] for tokens in verdict.tokens)
     law = world.law(()).tolist()
     return sum(abs(counts[token] / texts - chance) for token, chance in enumerate(law)) / 2
@@ -212,11 +221,11 @@ def test_draws_and_coins_are_independent(seed: int) -> None:
 def test_shared_noise_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: coins that share the stream of the draws."""
 
-    def same_stream(stream: Stream, at: Context) -> int:
-        return hash_key(at.sequence.key, 1, len(at.sequence.tokens), len(at.path))
+    def same_stream(stream: RngStream, at: NodeContext) -> int:
+        return rng_key(at.sequence.rng_key, 1, len(at.sequence.tokens), len(at.path))
 
-    monkeypatch.setattr(sampling, "step_key", same_stream)
-    monkeypatch.setattr(verify, "step_key", same_stream)
+    monkeypatch.setattr(draft_sampler, "step_rng_key", same_stream)
+    monkeypatch.setattr(accept, "step_rng_key", same_stream)
     assert max(first_token_error("block", seed, 12_000) for seed in (1, 3, 4)) > NOISE
 
 
@@ -226,7 +235,7 @@ def test_a_draft_without_a_law_ends_before_the_draw() -> None:
     from toy import VOCABULARY
 
     at = context(processors=[lambda ids, scores: torch.full_like(scores, -torch.inf)])
-    dice = sampling.DraftDice([at.sequence], [4], VOCABULARY, "law")
+    dice = RecordedDraftSampler([at.sequence], [4], VOCABULARY, "law")
     dice.draw(torch.zeros(1, VOCABULARY))
     assert dice.chains == [[]]
     assert dice.draft() is None

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
-from draftahead import LLM, Sampling, errors
+from draftahead import LLM, SamplingParams, errors
 from draftahead.drafters import layer_skip
+from draftahead.drafters.early_exit.adapter import ExitAdapter, load_adapter, new_adapter
 from draftahead.drafters.layer_skip import BUDGET, Search, promise
-from draftahead.heads.exit import ExitAdapter, load_adapter, new_adapter
-from draftahead.parts import Part
-from draftahead.passes import CachedModel
+from draftahead.models.layer_subset import LayerSubset
+from draftahead.models.runner import ModelRunner
 from test_drafters import tree_of
 from test_runtime import shaped
 
-GREEDY = Sampling(temperature=0, max_tokens=40)
-WARM = Sampling(temperature=0.7, max_tokens=40, seed=11)
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+WARM = SamplingParams(temperature=0.7, max_tokens=40, seed=11)
 
 
 def model_of(kernels: bool) -> Any:
@@ -46,7 +46,7 @@ def adapter_for(model: Any, folder: Path, tokens: list[int] | None = None) -> Ex
     "whole", [{"method": "early_exit", "layers": 3}, {"method": "layer_skip", "skip": []}]
 )
 def test_the_whole_model_accepts_all_of_its_own_guesses(
-    whole: dict[str, Any], number: int | None, sampling: Sampling, kernels: bool
+    whole: dict[str, Any], number: int | None, sampling: SamplingParams, kernels: bool
 ) -> None:
     config = whole if number is None else {**whole, "num_speculative_tokens": number}
     llm = LLM(model_of(kernels), config, max_batch=3)
@@ -64,15 +64,17 @@ def test_the_whole_model_accepts_all_of_its_own_guesses(
 @pytest.mark.usefixtures("generous_policy")
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "forward"])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
-def test_the_trunk_of_the_whole_models_tree_is_the_text(kernels: bool, sampling: Sampling) -> None:
+def test_the_trunk_of_the_whole_models_tree_is_the_text(
+    kernels: bool, sampling: SamplingParams
+) -> None:
     model = shaped("llama") if kernels else zoo.tiny("llama")
     prompt = zoo.ragged_prompts(3)[2]
     text = LLM(model, "none").generate([prompt], sampling)[0].token_ids
     draft, _ = tree_of(LLM(model, {"method": "early_exit", "layers": 3}), prompt, sampling)
     at, trunk = 0, []
-    while children := [n for n in range(1, draft.sizes[0]) if draft.above[0][n] == at]:
+    while children := [n for n in range(1, draft.num_nodes[0]) if draft.host_parents[0][n] == at]:
         at = children[0]  # the heaviest
-        trunk.append(draft.rows[0][at])
+        trunk.append(draft.host_tokens[0][at])
     assert len(trunk) > 1 and trunk == text[: len(trunk)]
     assert not draft.is_chain
 
@@ -94,7 +96,7 @@ def test_an_adapter_changes_guesses_and_never_the_text(
 
     def noted(batch: Any) -> Any:
         found = real(batch)
-        for row, size in zip(found[1].rows, found[1].sizes, strict=True):
+        for row, size in zip(found[1].host_tokens, found[1].num_nodes, strict=True):
             seen.update(row[1:size])
         return found
 
@@ -142,9 +144,9 @@ def foreign_tokens(folder: Path) -> None:
     save_file({**tensors, "tokens": torch.tensor([5, 97])}, folder / "model.safetensors")
 
 
-def _edit(folder: Path, **changes: Any) -> None:
+def _edit(folder: Path, **version: Any) -> None:
     said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**said, **changes}))
+    (folder / "config.json").write_text(json.dumps({**said, **version}))
 
 
 @pytest.mark.parametrize(
@@ -216,14 +218,14 @@ def with_idle_layers(idle: tuple[int, ...], layers: int = 6) -> Any:
 
 
 def searching(model: Any) -> Search:
-    passes = CachedModel(model, max_batch=2, max_context=64, spare=32)
+    passes = ModelRunner(model, max_batch=2, max_context=64, spare=32)
     passes.prefill(1, zoo.ragged_prompts(4)[3])
     return Search(passes, row=1, root=7)
 
 
-def skipping(model: Any, *layers: int) -> Part:
+def skipping(model: Any, *layers: int) -> LayerSubset:
     kept = [index for index in range(model.config.num_hidden_layers) if index not in layers]
-    return Part(model, kept)
+    return LayerSubset(model, kept)
 
 
 def test_the_search_finds_the_layers_that_do_nothing() -> None:
@@ -238,12 +240,12 @@ def test_the_search_finds_the_layers_that_do_nothing() -> None:
     found = search.found()
     assert found.skip == (2, 4)
     assert found.promise == pytest.approx(promise(1.0, skipping(model, 2, 4).share), rel=1e-3)
-    assert [len(held) for held in search.passes.cache.contents] == [0, 19]
+    assert [len(held) for held in search.runner.cache.tokens_in] == [0, 19]
 
 
 def test_the_search_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_idle_layers((), layers=90)
-    search, tried = searching(model), list[Part]()
+    search, tried = searching(model), list[LayerSubset]()
     monkeypatch.setattr(search, "agreement", lambda part: tried.append(part) or 0.99)
     search.found()
     assert BUDGET / 2 < len(tried) <= BUDGET
@@ -261,7 +263,7 @@ def test_the_search_waits_for_a_text_and_is_made_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(layer_skip, "Search", Noted)
     llm = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 3}, max_batch=2)
-    short = llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=20))[0]
+    short = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=20))[0]
     assert not made and short.stats.drafted == 0
     prompt = zoo.ragged_prompts(4)[3] * 3
     out = llm.generate([[1, 2, 3], prompt], GREEDY)[1]

@@ -11,14 +11,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zoo
-from draftahead import LLM, Sampling
-from draftahead.heads import eagle_files, shortlist
-from draftahead.heads.eagle import EagleHead, new_head
-from draftahead.heads.eagle_kernels import shape_of
-from draftahead.kvcache import KVCache, LayerShape
-from draftahead.runtime import build
-from draftahead.runtime.cpu_head import STRETCHES, CpuHead
-from draftahead.runtime.linear import round_linears
+from draftahead import LLM, SamplingParams
+from draftahead.backends.cpu import build
+from draftahead.backends.cpu.linear import round_linears
+from draftahead.drafters.eagle import io, screening
+from draftahead.drafters.eagle.cpu import STRETCHES, CpuEagleHead
+from draftahead.drafters.eagle.head import EagleHead, new_head
+from draftahead.drafters.eagle.spec import shape_of
+from draftahead.kv.cache import KVCache, LayerKVShape
 from draftahead.train.eagle import Moments
 
 WORDS, WIDTH = 9_001, 256
@@ -67,16 +67,16 @@ def moments_of(vectors: torch.Tensor) -> torch.Tensor:
 def test_outputs_are_seen_through_the_directions_they_fill(head: EagleHead) -> None:
     """And not through as many others; nor by those in which rows alone differ most."""
     rows, known, new = head.lm_head.weight, *outputs(600).split(300)
-    found = shortlist.fitted(moments_of(known), rows)
+    found = screening.fitted(moments_of(known), rows)
     assert found is not None
     assert found.sight.shape == found.span.shape == (64, WIDTH)
     exact, rough = new @ rows.T, new @ found.sight.T @ found.span @ rows.T
     assert (exact - rough).norm() < 0.05 * exact.norm()
     turn = torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0][:, :64]
     assert (exact - new @ turn @ turn.T @ rows.T).norm() > 0.5 * exact.norm()
-    assert shortlist.fitted(torch.eye(64), torch.randn(9, 64)) is None
+    assert screening.fitted(torch.eye(64), torch.randn(9, 64)) is None
     for odd in (0.0, torch.nan):
-        assert shortlist.fitted(odd * moments_of(known), rows) is None
+        assert screening.fitted(odd * moments_of(known), rows) is None
 
 
 def test_what_is_trained_in_half_precision_is_counted_in_full() -> None:
@@ -87,7 +87,7 @@ def test_what_is_trained_in_half_precision_is_counted_in_full() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = moments_of(vectors)
     assert torch.linalg.eigvalsh(found.double()).min() > 0
-    assert shortlist.fitted(-found, torch.randn(99, WIDTH)) is None
+    assert screening.fitted(-found, torch.randn(99, WIDTH)) is None
 
 
 def test_the_likeliest_are_computed_as_they_are(head: EagleHead) -> None:
@@ -96,12 +96,12 @@ def test_the_likeliest_are_computed_as_they_are(head: EagleHead) -> None:
         pytest.skip("no compiler")
     round_linears(head)
     shape, states = shape_of(head), 3 * outputs(4)
-    found = shortlist.fitted(moments_of(outputs(600)), head.lm_head.dequantized())
+    found = screening.fitted(moments_of(outputs(600)), head.lm_head.dequantized())
     assert found is not None
     both, after = [], []
     for directions in (None, found):
-        cache = KVCache([LayerShape(2, 64, 2, 64)], 1, 32, torch.float32, torch.device("cpu"))
-        kernels = CpuHead(shape, cache, directions)
+        cache = KVCache([LayerKVShape(2, 64, 2, 64)], 1, 32, torch.float32, torch.device("cpu"))
+        kernels = CpuEagleHead(shape, cache, directions)
         x, seen = states[None].clone(), torch.zeros(1, 4, 2 * WIDTH)
         turns = torch.ones(1, 4, 64), torch.zeros(1, 4, 64)
         chain = {"depths": [[0, 1, 2, 3]], "ancestors": [[1, 3, 7, 15]]}
@@ -119,21 +119,21 @@ def test_the_likeliest_are_computed_as_they_are(head: EagleHead) -> None:
 
 def test_a_head_keeps_its_shortlist(model: Any, head: EagleHead, tmp_path: Path) -> None:
     """In a file of its own: the head's is as before. Texts are the target's, as always."""
-    eagle_files.save(head, tmp_path / "without", with_vocabulary=False)
-    assert eagle_files.load(tmp_path / "without", model).shortlist is None
-    head.shortlist = shortlist.fitted(moments_of(outputs(600)), head.lm_head.weight)
-    eagle_files.save(head, tmp_path / "with", with_vocabulary=False)
+    io.save(head, tmp_path / "without", with_vocabulary=False)
+    assert io.load(tmp_path / "without", model).shortlist is None
+    head.shortlist = screening.fitted(moments_of(outputs(600)), head.lm_head.weight)
+    io.save(head, tmp_path / "with", with_vocabulary=False)
     same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
     assert same[0] == same[1]
-    again = eagle_files.load(tmp_path / "with", model).shortlist
+    again = io.load(tmp_path / "with", model).shortlist
     assert again is not None and head.shortlist is not None
     assert all(torch.equal(one, other) for one, other in zip(again, head.shortlist, strict=True))
     head.shortlist = None
-    eagle_files.save(head, tmp_path / "again", with_vocabulary=False)
-    shortlist.save(again, tmp_path / "again")
-    eagle_files.save(head, tmp_path / "again", with_vocabulary=False)  # another head's is none
-    assert eagle_files.load(tmp_path / "again", model).shortlist is None
-    prompts, sampling = zoo.ragged_prompts(3), Sampling(temperature=0, max_tokens=12)
+    io.save(head, tmp_path / "again", with_vocabulary=False)
+    screening.save(again, tmp_path / "again")
+    io.save(head, tmp_path / "again", with_vocabulary=False)  # another head's is none
+    assert io.load(tmp_path / "again", model).shortlist is None
+    prompts, sampling = zoo.ragged_prompts(3), SamplingParams(temperature=0, max_tokens=12)
     plain = LLM(model, "none").generate(prompts, sampling)
     for options in ({}, {"num_speculative_tokens": 3}, {"tree": 9}):
         config = {"method": "eagle", "model": str(tmp_path / "with"), **options}
@@ -143,24 +143,24 @@ def test_a_head_keeps_its_shortlist(model: Any, head: EagleHead, tmp_path: Path)
 
 def test_a_shortlist_of_something_else_is_left_out(head: EagleHead, tmp_path: Path) -> None:
     """The head does without; a user is told."""
-    assert shortlist.load(tmp_path, WIDTH) is None
-    found = shortlist.fitted(moments_of(outputs(600)), head.lm_head.weight)
+    assert screening.load(tmp_path, WIDTH) is None
+    found = screening.fitted(moments_of(outputs(600)), head.lm_head.weight)
     assert found is not None
-    file = tmp_path / shortlist.FILE
+    file = tmp_path / screening.FILE
     none = found._replace(sight=found.sight[:0], span=found.span[:0])
-    shortlist.save(found, tmp_path)
+    screening.save(found, tmp_path)
     with pytest.warns(UserWarning, match="not of a head of width 64.: remove it"):
-        assert shortlist.load(tmp_path, 64) is None
+        assert screening.load(tmp_path, 64) is None
     for odd, said in ((found._replace(span=found.span * torch.nan), "are none"), (none, "width")):
-        shortlist.save(odd, tmp_path)
+        screening.save(odd, tmp_path)
         with pytest.warns(UserWarning, match=said):
-            assert shortlist.load(tmp_path, WIDTH) is None
-    shortlist.write_tensors({"sight": found.sight}, file)
+            assert screening.load(tmp_path, WIDTH) is None
+    screening.write_tensors({"sight": found.sight}, file)
     with pytest.warns(UserWarning, match="missing 1 required"):
-        assert shortlist.load(tmp_path, WIDTH) is None
+        assert screening.load(tmp_path, WIDTH) is None
     file.write_bytes(file.read_bytes()[:100])
     with pytest.warns(UserWarning, match="damaged"):
-        assert shortlist.load(tmp_path, WIDTH) is None
+        assert screening.load(tmp_path, WIDTH) is None
 
 
 def test_states_in_half_precision_are_not_for_the_kernels(model: Any, tmp_path: Path) -> None:
@@ -168,10 +168,10 @@ def test_states_in_half_precision_are_not_for_the_kernels(model: Any, tmp_path: 
     small = copy.deepcopy(model).bfloat16()
     own = EagleHead(new_head(model, torch.arange(WORDS), depths=(1, 2)).config, own_embedding=True)
     llm = LLM(small, {"method": "eagle", "model": own}, max_batch=1)
-    llm.engine.add(llm._request([1, 2, 3], Sampling(temperature=0)))
+    llm.engine.add(llm._request([1, 2, 3], SamplingParams(temperature=0)))
     llm.engine._admit()
     drafter: Any = llm.engine.drafter
-    assert not drafter.passes.grows(llm.engine._batch(), drafter.grower)
-    out = llm.generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=8))[0]
-    plain = LLM(small, "none").generate([[1, 2, 3]], Sampling(temperature=0, max_tokens=8))[0]
+    assert not drafter.runner.grows(llm.engine._batch(), drafter.grower)
+    out = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))[0]
+    plain = LLM(small, "none").generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))[0]
     assert out.token_ids == plain.token_ids

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import zoo
-from draftahead import LLM, Sampling, errors
-from draftahead.suffixes import (
+from draftahead import LLM, SamplingParams, errors
+from draftahead.drafters.suffix.automaton import (
     LEAST,
     Cursor,
     Match,
@@ -123,10 +123,10 @@ def test_it_drafts_and_forgets() -> None:
     target: Any = zoo.tiny("llama")
     prompts = zoo.ragged_prompts(3)
     plain = LLM(target, "none", max_batch=3).generate(
-        prompts, Sampling(temperature=0, max_tokens=60)
+        prompts, SamplingParams(temperature=0, max_tokens=60)
     )
     llm = LLM(target, {"method": "suffix", "num_speculative_tokens": 7}, max_batch=3)
-    outs = llm.generate(prompts, Sampling(temperature=0, max_tokens=60))
+    outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60))
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
     assert sum(out.stats.accepted for out in outs) > 0
     assert not llm.engine.drafter._readings  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def target() -> Any:
     return zoo.tiny("llama")
 
 
-GREEDY = Sampling(temperature=0, max_tokens=40)
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
 SHARED = {"method": "suffix", "shared_tokens": 1000, "num_speculative_tokens": 7}
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 import zoo
-from draftahead import LLM, Sampling
-from draftahead.heads.eagle import EagleHead, new_head
-from draftahead.heads.exit import new_adapter
-from draftahead.heads.medusa import new_heads
+from draftahead import LLM, SamplingParams
+from draftahead.drafters.eagle.head import EagleHead, new_head
+from draftahead.drafters.early_exit.adapter import new_adapter
+from draftahead.drafters.medusa.heads import new_heads
 from draftahead.train.blocks import Blocks
 from draftahead.train.distill import DistillTask, new_student
 from draftahead.train.eagle import Chains, EagleTask, draft_vocabulary
@@ -226,7 +226,7 @@ def test_a_head_learns_what_its_target_says(make: Any, tmp_path: Path) -> None:
     passes = tokens = 0
     for index in range(len(texts)):
         text, at = texts.text(index).tolist(), int(texts.answers[index])
-        sampling = Sampling(temperature=0, max_tokens=len(text) - at, ignore_eos=True)
+        sampling = SamplingParams(temperature=0, max_tokens=len(text) - at, ignore_eos=True)
         out = llm.generate(text[:at], sampling)[0]
         assert out.token_ids == text[at:]
         passes, tokens = passes + out.stats.steps, tokens + out.stats.tokens

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import zoo
-from draftahead import LLM, Sampling, errors, hub
+from draftahead import LLM, SamplingParams, errors
+from draftahead.loader import hub
 from draftahead.train import gain
 from draftahead.train.distill import new_student
 from draftahead.train.gain import Gain
@@ -76,7 +77,7 @@ def test_what_a_command_trains_drafts(
     assert json.loads((out / HISTORY).read_text())["steps"] == [3, 6]
     key = "adapter" if method == "early_exit" else "model"
     llm = LLM(folder, {"method": method, key: str(out), "num_speculative_tokens": 2})
-    greedy = Sampling(temperature=0, max_tokens=12)
+    greedy = SamplingParams(temperature=0, max_tokens=12)
     said = llm.generate("w5 w6 w7", greedy)[0]
     assert said.stats.drafted > 0
     assert said.token_ids == LLM(folder, "none").generate("w5 w6 w7", greedy)[0].token_ids

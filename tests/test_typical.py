@@ -12,17 +12,19 @@ import torch
 from rich.console import Console
 
 import zoo
-from draftahead import LLM, Draft, Sampling, errors, verify
+from draftahead import LLM, Draft, SamplingParams, errors
 from draftahead.bench.report import results_table
-from draftahead.sampling import Context, DraftDice, race, target_key
-from draftahead.types import Batch, Scores
+from draftahead.core.types import Batch, ForwardOutput
+from draftahead.sampling import accept
+from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from draftahead.sampling.noise import NodeContext, sample_gumbel, target_rng_key
 from drafted import Clairvoyant, GarbageTree
 from test_cli import folder, run  # noqa: F401  (a fixture)
 from test_rules import SETTINGS
 from toy import VOCABULARY, World
 
-WARM = Sampling(temperature=1.0, max_tokens=30, seed=3)
-GREEDY = Sampling(temperature=0, max_tokens=30)
+WARM = SamplingParams(temperature=1.0, max_tokens=30, seed=3)
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
 RED = "\x1b[31m"
 
 
@@ -61,8 +63,8 @@ def test_the_rule_is_medusas(setting: str) -> None:
                 paths[b].append((*paths[b][parent], token))
             for node, path in enumerate(paths[b]):
                 logits[b, node] = world.logits("target", world.prompt + path)
-        batch = Batch(sequences, (9, 9), DraftDice(sequences, [9, 9], VOCABULARY, "law"))
-        verdict = verify.verify(draft, Scores(logits), batch, lossless=False)
+        batch = Batch(sequences, (9, 9), RecordedDraftSampler(sequences, [9, 9], VOCABULARY, "law"))
+        verdict = accept.verify(draft, ForwardOutput(logits), batch, lossless=False)
         for b, sequence in enumerate(sequences):
             best, best_worth = (), (0, 1.0)
             for path in paths[b]:
@@ -77,19 +79,23 @@ def test_the_rule_is_medusas(setting: str) -> None:
                     worth = (len(path), math.prod(chances))
                     if worth > best_worth:
                         best, best_worth = path, worth
-            own = int(race(world.law(best)[None], [target_key(Context(sequence, best))])[0])
+            own = int(
+                sample_gumbel(world.law(best)[None], [target_rng_key(NodeContext(sequence, best))])[
+                    0
+                ]
+            )
             assert verdict.tokens[b] == [*best, own]
             assert paths[b][verdict.paths[b][-1]] == best
-            drawn = verify.verify(draft, Scores(logits), batch)
+            drawn = accept.verify(draft, ForwardOutput(logits), batch)
             unlike_the_draw += drawn.tokens[b] != verdict.tokens[b]
     assert unlike_the_draw  # it is another rule
 
 
 def test_the_floor_falls_with_doubt_and_is_never_high(monkeypatch: pytest.MonkeyPatch) -> None:
-    laws = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4])
-    torch.testing.assert_close(verify.typical_floor(laws), 0.09 / torch.tensor([1.0, 2, 4]))
-    monkeypatch.setattr(verify, "DELTA", 1.0)
-    torch.testing.assert_close(verify.typical_floor(laws), torch.tensor([0.3, 0.3, 0.25]))
+    probs = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4])
+    torch.testing.assert_close(accept.typical_floor(probs), 0.09 / torch.tensor([1.0, 2, 4]))
+    monkeypatch.setattr(accept, "DELTA", 1.0)
+    torch.testing.assert_close(accept.typical_floor(probs), torch.tensor([0.3, 0.3, 0.25]))
 
 
 def test_greedy_texts_stay_exact(target: Any) -> None:
@@ -119,8 +125,8 @@ def test_sampled_texts_are_bent(target: Any) -> None:
 
 def test_only_who_asks_gets_it(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    real = verify.accept_typical
-    monkeypatch.setattr(verify, "accept_typical", lambda *args: called.append(args) or real(*args))
+    real = accept.accept_typical
+    monkeypatch.setattr(accept, "accept_typical", lambda *args: called.append(args) or real(*args))
     for exact in ("law", "replay"):
         LLM(target, GarbageTree(), exact=exact).generate(zoo.ragged_prompts(2), WARM)
     LLM(target, GarbageTree()).sibling(GarbageTree(), max_batch=1).generate([1, 2], WARM)
@@ -138,8 +144,8 @@ def test_no_law_ends_the_text() -> None:
     sequence = world.sequence()
     draft = Draft.chains([1], [[2, 3]])
     logits = torch.full((1, 3, VOCABULARY), torch.nan)
-    batch = Batch((sequence,), (9,), DraftDice([sequence], [9], VOCABULARY, "law"))
-    verdict = verify.verify(draft, Scores(logits), batch, lossless=False)
+    batch = Batch((sequence,), (9,), RecordedDraftSampler([sequence], [9], VOCABULARY, "law"))
+    verdict = accept.verify(draft, ForwardOutput(logits), batch, lossless=False)
     assert verdict.tokens == [[]]
     assert isinstance(verdict.errors[0], errors.NonFiniteLogitsError)
 

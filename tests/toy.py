@@ -17,10 +17,12 @@ from unittest import mock
 
 import torch
 
-from draftahead import sampling, verify
-from draftahead.sampling import Context, DraftDice
-from draftahead.text import TextTail
-from draftahead.types import Batch, Draft, Request, Sampling, Scores, Sequence, Verdict
+from draftahead.core.detokenizer import Detokenizer
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.types import Batch, Draft, ForwardOutput, Request, SequenceState, Verdict
+from draftahead.sampling import accept, draft_sampler, noise, processors
+from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from draftahead.sampling.noise import NodeContext
 
 VOCABULARY = 4
 END = 3
@@ -32,7 +34,7 @@ class World:
     """A target and a drafter whose logits depend on the whole prefix, zeros included."""
 
     seed: int
-    sampling: Sampling
+    params: SamplingParams
     prompt: tuple[int, ...] = (0, 1)
     drafter_equals_target: bool = False
 
@@ -40,23 +42,23 @@ class World:
     def logits(self, who: str, prefix: tuple[int, ...]) -> torch.Tensor:
         if self.drafter_equals_target:
             who = "target"
-        key = sampling.hash_key(self.seed, len(who), *prefix)
+        key = noise.rng_key(self.seed, len(who), *prefix)
         generator = torch.Generator().manual_seed(key)
         values = 2.0 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
         # One or two impossible tokens, others for the drafter than for the target.
         banned = torch.randperm(VOCABULARY, generator=generator)[: 1 + key % 2]
         return values.index_fill(0, banned, -torch.inf)
 
-    def sequence(self) -> Sequence:
-        request = Request(self.prompt, self.sampling, seed=0, eos_token_ids=frozenset({END}))
-        tail = TextTail(lambda ids: "")
-        return Sequence(request, 0, 0, 0, list(self.prompt), tail)
+    def sequence(self) -> SequenceState:
+        request = Request(self.prompt, self.params, seed=0, eos_token_ids=frozenset({END}))
+        tail = Detokenizer(lambda ids: "")
+        return SequenceState(request, 0, 0, 0, list(self.prompt), tail)
 
     @functools.cache  # noqa: B019
     def law(self, path: tuple[int, ...]) -> torch.Tensor:
         """The target's own law after the prompt and a path."""
-        context = Context(self.sequence(), path)
-        return sampling.law_of(self.logits("target", self.prompt + path)[None], [context])[0]
+        context = NodeContext(self.sequence(), path)
+        return processors.probs_of(self.logits("target", self.prompt + path)[None], [context])[0]
 
     def text_law(self, length: int) -> Law:
         """Of plain decoding: all texts of `length` tokens, shorter ones where END comes."""
@@ -82,16 +84,19 @@ def scripted(script: list[Any], record: list[tuple[str, torch.Tensor]]) -> Itera
         flat = [next(bits) for _ in range(chance.numel())]
         return torch.tensor(flat).view(chance.shape)
 
-    def race(law: torch.Tensor, keys: list[int]) -> torch.Tensor:
+    def sample_gumbel(law: torch.Tensor, keys: list[int]) -> torch.Tensor:
         record.append(("draw", law.detach().clone()))
         return torch.zeros(len(law), dtype=torch.long)
 
-    with mock.patch.object(verify, "coin", coin), mock.patch.object(verify, "race", race):
+    with (
+        mock.patch.object(accept, "coin", coin),
+        mock.patch.object(accept, "sample_gumbel", sample_gumbel),
+    ):
         yield
 
 
 def verdicts(
-    draft: Draft, world: World, sequence: Sequence, rule: verify.Rule
+    draft: Draft, world: World, sequence: SequenceState, rule: accept.AcceptanceRule
 ) -> Iterator[tuple[float, list[int], torch.Tensor]]:
     """Every way the coins can fall: probability, accepted tokens, law of the own token."""
     tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
@@ -99,14 +104,16 @@ def verdicts(
     for node in range(1, len(tokens)):
         paths.append((*paths[parents[node]], tokens[node]))
     logits = torch.stack([world.logits("target", world.prompt + path) for path in paths])[None]
-    batch = Batch((sequence,), (len(tokens),), DraftDice([sequence], [0], VOCABULARY, "law"))
+    batch = Batch(
+        (sequence,), (len(tokens),), RecordedDraftSampler([sequence], [0], VOCABULARY, "law")
+    )
     pending: list[list[bool]] = [[]]
     while pending:
         script = pending.pop()
         record: list[tuple[str, torch.Tensor]] = []
         try:
             with scripted(script, record):
-                verdict: Verdict = verify.verify(draft, Scores(logits), batch, rule)
+                verdict: Verdict = accept.verify(draft, ForwardOutput(logits), batch, rule)
         except (StopIteration, RuntimeError) as more:
             if not isinstance(more, StopIteration) and "StopIteration" not in str(more):
                 raise
@@ -126,25 +133,25 @@ Mangle = Callable[[Draft], Draft]
 
 def drafts(
     world: World, depth: int, chooser: str = "sampled"
-) -> Iterator[tuple[float, Draft, Sequence]]:
+) -> Iterator[tuple[float, Draft, SequenceState]]:
     """Every chain the real dice can draw, with its probability. A chain ends with END."""
     for forced in itertools.product(range(VOCABULARY), repeat=depth):
         sequence = world.sequence()
-        dice = DraftDice([sequence], [depth], VOCABULARY, "law")
+        dice = RecordedDraftSampler([sequence], [depth], VOCABULARY, "law")
         probability = 1.0
         for index in range(depth):
             path = tuple(dice.chains[0])
             going = torch.tensor([END not in path])
             logits = world.logits("drafter", world.prompt + path)[None]
             with mock.patch.object(
-                sampling, "race", lambda law, keys, t=forced[index]: torch.tensor([t])
+                draft_sampler, "sample_gumbel", lambda law, keys, t=forced[index]: torch.tensor([t])
             ):
                 dice.draw(logits, going)
             if not going:
                 # The rest of the chain was never drawn: count this draft once only.
                 probability *= float(forced[index] == 0)
                 continue
-            law = dice.laws[-1][0]
+            law = dice.probs[-1][0]
             if chooser == "argmax":
                 probability *= float(int(law.argmax()) == forced[index])
             else:
@@ -158,7 +165,7 @@ def drafts(
 def sequence_law(
     world: World,
     depth: int,
-    rule: verify.Rule,
+    rule: accept.AcceptanceRule,
     *,
     chooser: str = "sampled",
     mangle: Mangle | None = None,
@@ -176,8 +183,8 @@ def add_step(
     probability: float,
     draft: Draft,
     world: World,
-    sequence: Sequence,
-    rule: verify.Rule,
+    sequence: SequenceState,
+    rule: accept.AcceptanceRule,
     length: int,
 ) -> None:
     for chance, accepted, own in verdicts(draft, world, sequence, rule):

@@ -6,21 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftahead.drafters import Drafter, register
-    from draftahead.errors import DraftaheadError, DrafterFaultWarning
-    from draftahead.llm import LLM
-    from draftahead.stats import Stats
-    from draftahead.types import (
+    from draftahead.core.sampling_params import SamplingParams
+    from draftahead.core.stats import Stats
+    from draftahead.core.types import (
         Batch,
         Completion,
         Draft,
-        Piece,
-        Sampling,
-        Scores,
-        Sequence,
+        ForwardOutput,
+        SequenceState,
+        StreamChunk,
         TokenLogprob,
         Verdict,
     )
+    from draftahead.drafters.base import Drafter
+    from draftahead.drafters.registry import register
+    from draftahead.errors import DraftaheadError, DrafterFaultWarning
+    from draftahead.llm import LLM
 
 __version__ = "0.1.0"
 
@@ -32,11 +33,11 @@ __all__ = [
     "DraftaheadError",
     "Drafter",
     "DrafterFaultWarning",
-    "Piece",
-    "Sampling",
-    "Scores",
-    "Sequence",
+    "ForwardOutput",
+    "SamplingParams",
+    "SequenceState",
     "Stats",
+    "StreamChunk",
     "TokenLogprob",
     "Verdict",
     "register",
@@ -44,9 +45,10 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
-    "Drafter": "drafters",
-    "register": "drafters",
-    "Stats": "stats",
+    "Drafter": "drafters.base",
+    "register": "drafters.registry",
+    "SamplingParams": "core.sampling_params",
+    "Stats": "core.stats",
     "DraftaheadError": "errors",
     "DrafterFaultWarning": "errors",
 }
@@ -56,7 +58,7 @@ def __getattr__(name: str) -> Any:
     """Loads torch and transformers when they are first needed: `draftahead --help` is quick."""
     if name not in __all__:
         raise AttributeError(f"module 'draftahead' has no attribute {name!r}")
-    home = importlib.import_module(f"draftahead.{_HOMES.get(name, 'types')}")
+    home = importlib.import_module(f"draftahead.{_HOMES.get(name, 'core.types')}")
     return getattr(home, name)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftahead.types import Completion
+    from draftahead.core.types import Completion
 
 
 class DraftaheadError(Exception):

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from draftahead import drafters, hub, presets
-from draftahead.drafters import Drafter, Setting
-from draftahead.engine import Engine
+from draftahead.backends.cpu.linear import quantize_model
+from draftahead.core.detokenizer import no_text
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.stats import Stats
+from draftahead.core.types import Completion, Exact, Request, SequenceState, StreamChunk
+from draftahead.drafters import registry
+from draftahead.drafters.base import Drafter, DrafterContext
+from draftahead.engine.engine import Engine
 from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError, nearest
-from draftahead.runtime.linear import quantize_model
-from draftahead.stats import Stats
-from draftahead.target import Target
-from draftahead.text import no_text
-from draftahead.types import Completion, Exact, Piece, Request, Sampling, Sequence
-from draftahead.verify import Rule
+from draftahead.loader import generation_config, hub
+from draftahead.models.verifier import Verifier
+from draftahead.sampling.accept import AcceptanceRule
 
 NOT_LOSSLESS = "not lossless: guesses stay for being likely, so the text is not the target's own"
 
 Message = Mapping[str, Any]
 Load = Callable[[str], tuple[Any, Any]]  # name -> model, tokenizer
-Prompt = str | Seq[int] | Seq[Message]  # text, token ids, or a conversation
+Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
 
 class LLM:
@@ -52,7 +53,7 @@ class LLM:
         *,
         tokenizer: Any = None,
         exact: Exact = "law",
-        rule: Rule = "block",
+        rule: AcceptanceRule = "block",
         lossless: bool = True,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
@@ -94,11 +95,11 @@ class LLM:
             )
         self.model, self.tokenizer = model, tokenizer
         report("preparing the kernels and the cache")  # compiled once, in about three seconds
-        target = Target(
+        target = Verifier(
             model, max_batch=max_batch, max_context=max_context, exact=exact, compiled=compile
         )
-        setting = Setting(
-            device=target.passes.device,
+        setting = DrafterContext(
+            device=target.runner.device,
             dtype=model.dtype,
             vocabulary=target.vocabulary,
             tokenizer=tokenizer,
@@ -107,12 +108,12 @@ class LLM:
             load=self._load,
             successors=hub.successors_of(model),
             head=hub.head_of(model),
-            target=target.passes,
+            target=target.runner,
         )
-        presets.warn_of_unfollowed(model)
+        generation_config.warn_of_unfollowed(model)
         self.engine = Engine(
             target,
-            drafters.build(drafter, setting),
+            registry.build(drafter, setting),
             no_text if tokenizer is None else self._decode,
             exact=exact,
             rule=rule,
@@ -143,8 +144,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
-        sampling: Sampling | Seq[Sampling] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         errors: Literal["raise", "return"] = "raise",
         scope: str | None = None,
@@ -158,15 +159,15 @@ class LLM:
         asked: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if asked and isinstance(asked[0], int | Mapping):
             asked = [asked]  # one prompt: ids, or a conversation
-        settings = [sampling] * len(asked) if not isinstance(sampling, Seq) else list(sampling)
+        settings = [sampling] * len(asked) if not isinstance(sampling, Sequence) else list(sampling)
         if len(settings) != len(asked):
             raise ConfigError(f"{len(settings)} samplings for {len(asked)} prompts")
-        running: list[list[Sequence] | DraftaheadError] = []
+        running: list[list[SequenceState] | DraftaheadError] = []
         try:
             for prompt, one in zip(asked, settings, strict=True):
                 try:
                     running.append(
-                        self.engine.add(self._request(prompt, one or Sampling(), scope=scope))
+                        self.engine.add(self._request(prompt, one or SamplingParams(), scope=scope))
                     )
                 except DraftaheadError as error:
                     running.append(error)
@@ -185,8 +186,8 @@ class LLM:
 
     def chat(
         self,
-        messages: Seq[Message],
-        sampling: Sampling | None = None,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
         *,
         scope: str | None = None,
     ) -> Completion:
@@ -198,17 +199,17 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         *,
         reuse: bool = False,
         scope: str | None = None,
-    ) -> Generator[Piece, None, Completion]:
+    ) -> Generator[StreamChunk, None, Completion]:
         """Yields the text as it settles. The generator's value (`yield from`) is the Completion.
 
         `reuse` starts from the keys that an earlier stream left in the cache, as far as the
         prompts agree: for conversations.
         """
-        sampling = sampling or Sampling()
+        sampling = sampling or SamplingParams()
         if sampling.n != 1:
             raise ConfigError("stream gives one text; use generate for n of them")
         (sequence,) = self.engine.add(self._request(prompt, sampling, reuse=reuse, scope=scope))
@@ -264,7 +265,12 @@ class LLM:
         return [int(i) for i in prompt]  # type: ignore[arg-type]
 
     def _request(
-        self, prompt: Prompt, asked: Sampling, *, reuse: bool = False, scope: str | None = None
+        self,
+        prompt: Prompt,
+        asked: SamplingParams,
+        *,
+        reuse: bool = False,
+        scope: str | None = None,
     ) -> Request:
         ids = self.encode(prompt)
         if not ids:
@@ -278,7 +284,9 @@ class LLM:
                 + self._larger_context_hint()
             )
         with_text = self.tokenizer is not None
-        sampling = presets.followed(asked, self.model, context - len(ids), with_text=with_text)
+        sampling = generation_config.followed(
+            asked, self.model, context - len(ids), with_text=with_text
+        )
         if len(ids) + (sampling.max_tokens or 0) > context:
             raise ContextLengthError(
                 f"{len(ids)} prompt tokens and max_tokens={sampling.max_tokens} exceed the context "
@@ -300,10 +308,10 @@ class LLM:
                     )
         return Request(
             prompt=tuple(ids),
-            sampling=sampling,
+            params=sampling,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             eos_token_ids=frozenset(
-                i for i in presets.end_ids(self.model, self.tokenizer) if i < vocabulary
+                i for i in generation_config.end_ids(self.model, self.tokenizer) if i < vocabulary
             ),
             bad_word_ids=banned,
             reuse=reuse,
@@ -311,12 +319,12 @@ class LLM:
         )
 
     def _larger_context_hint(self) -> str:
-        passes = self.engine.target.passes
+        passes = self.engine.target.runner
         if passes.max_context < passes.limit:
             return f", or give the cache more room with max_context (at most {passes.limit})"
         return ""
 
-    def _bad_word_ids(self, words: Seq[str | Seq[int]]) -> tuple[tuple[int, ...], ...]:
+    def _bad_word_ids(self, words: Sequence[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """A word is banned at the start of a text and after a space alike."""
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -332,24 +340,26 @@ class LLM:
 
     # ------------------------------------------------------------------------------- results
 
-    def _decode(self, ids: Seq[int]) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
 
-    def _completions(self, index: int, group: list[Sequence] | DraftaheadError) -> list[Completion]:
+    def _completions(
+        self, index: int, group: list[SequenceState] | DraftaheadError
+    ) -> list[Completion]:
         if isinstance(group, DraftaheadError):
             return [Completion("", [], "error", None, Stats(), [], [], 0, index, 0, group)]
         return [self._completion(index, sequence) for sequence in group]
 
-    def _completion(self, index: int, sequence: Sequence) -> Completion:
+    def _completion(self, index: int, sequence: SequenceState) -> Completion:
         sequence.stats.tokens = sequence.generated
         return Completion(
             text=sequence.tail.text,
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason or "error",
-            logprobs=sequence.logprobs if sequence.sampling.logprobs is not None else None,
+            logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
             stats=sequence.stats,
             prompt_token_ids=list(sequence.request.prompt),
             drafted=sequence.drafted,
@@ -361,16 +371,16 @@ class LLM:
         )
 
 
-def _one_of(name: str, value: str, known: Seq[str]) -> None:
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise ConfigError(f"{name} cannot be {value!r}{nearest(str(value), known)}")
 
 
-def _live(group: list[Sequence] | DraftaheadError) -> list[Sequence]:
+def _live(group: list[SequenceState] | DraftaheadError) -> list[SequenceState]:
     return [] if isinstance(group, DraftaheadError) else group
 
 
-def _settled(sequence: Sequence, tokens: int, text: int) -> Iterator[Piece]:
+def _settled(sequence: SequenceState, tokens: int, text: int) -> Iterator[StreamChunk]:
     """What no stop string can take back any more, token by token where the text allows it."""
     ended, tail, output = sequence.finish_reason, sequence.tail, sequence.output
     settled = len(tail.text) if ended else tail.settled()
@@ -380,7 +390,7 @@ def _settled(sequence: Sequence, tokens: int, text: int) -> Iterator[Piece]:
         end = tail.starts[index + 1] if index + 1 < len(tail.starts) else len(tail.text)
         if text < end <= settled or not tail.decodes:
             ids, drafted = output[start : index + 1], sequence.drafted[start : index + 1]
-            yield Piece(tail.text[text:end], ids, drafted)
+            yield StreamChunk(tail.text[text:end], ids, drafted)
             start, text = index + 1, end
     if ended:  # whatever is left, with the reason
-        yield Piece(tail.text[text:], output[start:], sequence.drafted[start:], ended)
+        yield StreamChunk(tail.text[text:], output[start:], sequence.drafted[start:], ended)

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 import draftahead
-from draftahead.runtime import build
+from draftahead.backends.cpu import build
 
 
 def provenance() -> dict[str, Any]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from draftahead.bench.prompts import BenchPrompt
 from draftahead.bench.sides import Ours, Outcome, Side
-from draftahead.policy import SURVEYED_KEYS
-from draftahead.prompts import BenchPrompt
-from draftahead.stats import Stats
-from draftahead.types import Sampling
+from draftahead.control.policy import SURVEYED_KEYS
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.stats import Stats
 
 OVERALL = "overall"
 LENGTHS = (8, 32, 128, 384)  # of random prompts
@@ -39,7 +38,10 @@ class Measurement:
 
 
 def grouped(
-    prompts: Seq[BenchPrompt], encode: Callable[[Any], list[int]], batch: int, limit: int | None
+    prompts: Sequence[BenchPrompt],
+    encode: Callable[[Any], list[int]],
+    batch: int,
+    limit: int | None,
 ) -> list[Group]:
     """The first turns of up to `limit` prompts a task, in groups of one task."""
     tasks: dict[str, list[list[int]]] = {}
@@ -64,7 +66,7 @@ def random_groups(vocabulary: int, batch: int, count: int, longest: int) -> list
     return [Group("random", texts[at : at + batch]) for at in range(0, count, batch)]
 
 
-def context_for(groups: Seq[Group], tokens: int, limit: int) -> int:
+def context_for(groups: Sequence[Group], tokens: int, limit: int) -> int:
     """What a side must hold of each text: a cache of the model's whole context for every side would
     be far more. Never less than the policy measures passes over, for it should decide here as it
     does elsewhere."""
@@ -75,7 +77,7 @@ def context_for(groups: Seq[Group], tokens: int, limit: int) -> int:
 def measure(
     sides: list[Side],
     groups: list[Group],
-    sampling: Sampling,
+    sampling: SamplingParams,
     repeats: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Measurement:
@@ -85,7 +87,7 @@ def measure(
     found = Measurement(sides, groups)
     try:
         for side in sides:  # the first pass of a process is slow
-            short = Sampling(temperature=0, max_tokens=min(4, sampling.max_tokens or 4))
+            short = SamplingParams(temperature=0, max_tokens=min(4, sampling.max_tokens or 4))
             side.run(groups[0].prompts[:1], short)
         for number, group in enumerate(groups):
             for turn in range(repeats):
@@ -122,7 +124,7 @@ def results_of(
     return results
 
 
-def modelled(outcomes: Seq[Outcome], pass_ms: Callable[[int], float]) -> float:
+def modelled(outcomes: Sequence[Outcome], pass_ms: Callable[[int], float]) -> float:
     """What one text's passes take: their number by width, times the usual time of that width."""
     return median(
         sum(count * pass_ms(nodes) for nodes, count in enumerate(outcome.stats.scored, start=1))

@@ -6,8 +6,7 @@ for eight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from draftahead.bench.machine import reader, timed
-from draftahead.passes import CachedModel
+from draftahead.models.runner import ModelRunner
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 TREE = 16  # nodes of a tree, each with two children, timed beside the chains
@@ -35,7 +34,7 @@ def weight_bytes(model: Any) -> int:
     return sum(seen.values())
 
 
-def between(rows: Seq[dict[str, Any]], key: str = "median_ms") -> Callable[[int], float]:
+def between(rows: Sequence[dict[str, Any]], key: str = "median_ms") -> Callable[[int], float]:
     """The usual time of a pass in ms for any number of rows, from the ones that were measured."""
     known = [row["rows"] for row in rows]
     times = [row[key] for row in rows]
@@ -43,9 +42,9 @@ def between(rows: Seq[dict[str, Any]], key: str = "median_ms") -> Callable[[int]
 
 
 def measure_rows(
-    passes: CachedModel,
+    passes: ModelRunner,
     *,
-    rows: Seq[int] = ROWS,
+    rows: Sequence[int] = ROWS,
     context: int = 256,
     repeats: int = 15,
     progress: Callable[[], None] = lambda: None,
@@ -71,7 +70,7 @@ def measure_rows(
             if turn < 2:  # the first ones warm up
                 spent[name].clear()
         progress()
-    passes.cache.contents[0].clear()
+    passes.cache.tokens_in[0].clear()
 
     def low(name: Any) -> float:
         return float(np.percentile(spent[name], LOW))

@@ -16,11 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftahead.bench.rows import measure_rows
 from draftahead.bench.sides import Ours
-from draftahead.drafters import Drafter
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.stats import Stats
+from draftahead.core.types import Batch, Draft, ForwardOutput, SequenceState, Verdict
+from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError, nearest
 from draftahead.llm import LLM
-from draftahead.stats import Stats
-from draftahead.types import Batch, Draft, Sampling, Scores, Sequence, Verdict
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def prompts_for(vocabulary: int, count: int, length: int = PROMPT) -> list[list[
 
 def agreement_of(side: Ours, prompts: list[list[int]], tokens: int) -> float:
     """How often the first guess is what the target says."""
-    stats: Stats = side.run(prompts, Sampling(temperature=0, max_tokens=tokens)).stats
+    stats: Stats = side.run(prompts, SamplingParams(temperature=0, max_tokens=tokens)).stats
     return stats.accepted_at[0] / stats.drafted_at[0]
 
 
@@ -152,16 +153,16 @@ class Known(Drafter):
 
     def propose(self, batch: Batch) -> Draft | None:
         guesses = []
-        for sequence, room in zip(batch.sequences, batch.rooms, strict=True):
+        for sequence, room in zip(batch.sequences, batch.max_depths, strict=True):
             answer = self.answers.get(sequence.request.prompt, [])
             done = sequence.generated
             guesses.append(answer[done : done + min(self.count, room)])
         return Draft.chains(batch.roots, guesses) if any(guesses) else None
 
-    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+    def learn(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
         pass
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: SequenceState) -> None:
         pass
 
 
@@ -181,7 +182,7 @@ def sides_for(
 
 def learn_answers(sides: list[Ours], prompts: list[list[int]], tokens: int) -> None:
     """Tells the knowing drafter what plain decoding says."""
-    texts = sides[0].run(prompts, Sampling(temperature=0, max_tokens=tokens)).texts
+    texts = sides[0].run(prompts, SamplingParams(temperature=0, max_tokens=tokens)).texts
     known = sides[-1].llm.engine.drafter
     assert isinstance(known, Known)
     known.answers = {tuple(p): text for p, text in zip(prompts, texts, strict=True)}
@@ -189,9 +190,9 @@ def learn_answers(sides: list[Ours], prompts: list[list[int]], tokens: int) -> N
 
 def overheads(sides: list[Ours], results: list[dict[str, Any]], count: int) -> dict[str, Any]:
     """What was measured beside what the times of single passes predict."""
-    draft_passes = sides[1].llm.engine.drafter.passes  # type: ignore[attr-defined]
+    draft_passes = sides[1].llm.engine.drafter.runner  # type: ignore[attr-defined]
     rows = tuple(sorted({1, 2, 4, count + 1, 8, 16, 32}))
-    curve = measure_rows(sides[0].llm.engine.target.passes, rows=rows, context=PROMPT + 64)
+    curve = measure_rows(sides[0].llm.engine.target.runner, rows=rows, context=PROMPT + 64)
     draft = measure_rows(draft_passes, rows=(1, 2), context=PROMPT + 64)
     target_ms = {row["rows"]: row["median_ms"] for row in curve["rows"]}
     draft_ms = {row["rows"]: row["median_ms"] for row in draft["rows"]}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from draftahead.bench.machine import synchronize
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.stats import Stats
 from draftahead.errors import ConfigError
-from draftahead.hub import gguf_path
 from draftahead.llm import LLM
-from draftahead.stats import Stats
-from draftahead.types import Sampling
+from draftahead.loader.hub import gguf_path
 
 
 @dataclass
@@ -32,14 +32,14 @@ class Side(Protocol):
     name: str
     batch: int
 
-    def run(self, prompts: Seq[list[int]], sampling: Sampling) -> Outcome: ...
+    def run(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> Outcome: ...
 
 
 class Ours:
     def __init__(self, name: str, llm: LLM, batch: int) -> None:
         self.name, self.llm, self.batch = name, llm, batch
 
-    def run(self, prompts: Seq[list[int]], sampling: Sampling) -> Outcome:
+    def run(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> Outcome:
         start = time.perf_counter()
         outs = self.llm.generate(list(prompts), sampling)
         seconds = time.perf_counter() - start
@@ -56,7 +56,7 @@ class Transformers:
     def __init__(self, name: str, model: Any, options: dict[str, Any]) -> None:
         self.name, self.model, self.options, self.batch = name, model, options, 1
 
-    def run(self, prompts: Seq[list[int]], sampling: Sampling) -> Outcome:
+    def run(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> Outcome:
         texts, start = [], time.perf_counter()
         for prompt in prompts:
             ids = torch.tensor([prompt], device=self.model.device)
@@ -93,7 +93,7 @@ class LlamaCpp:
         parameters.verbosity = -1  # it would log every request
         self.server = xllamacpp.Server(parameters)
 
-    def run(self, prompts: Seq[list[int]], sampling: Sampling) -> Outcome:
+    def run(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> Outcome:
         tokens, start = 0, time.perf_counter()
         for prompt in prompts:
             request = {

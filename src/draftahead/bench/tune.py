@@ -6,8 +6,7 @@ was measured slower, time went elsewhere, or the machine was busy when its turn 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ GUIDED = "as pays"  # the policy decides at every step
 DEFAULT = "its own"  # a drafter that the policy does not guide
 
 
-def passes_of(results: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+def passes_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What passes took in these very runs, by the nodes of a text, all sides together."""
     count: dict[int, int] = {}
     seconds: dict[int, float] = {}
@@ -36,7 +35,9 @@ def passes_of(results: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def choices(results: Seq[dict[str, Any]], pass_ms: Callable[[int], float]) -> list[dict[str, Any]]:
+def choices(
+    results: Sequence[dict[str, Any]], pass_ms: Callable[[int], float]
+) -> list[dict[str, Any]]:
     """For every side but plain decoding: tokens a step, what that should be worth by the measured
     times of passes and drafting, and what it was."""
     found = []
@@ -61,7 +62,7 @@ def choices(results: Seq[dict[str, Any]], pass_ms: Callable[[int], float]) -> li
     return found
 
 
-def by_depth(results: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_depth(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """How often guesses of each depth were kept where there were any, of the side that went the
     deepest."""
     sides = [row for row in results if row["task"] == "overall" and row["drafted_at"]]
@@ -76,7 +77,7 @@ def by_depth(results: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def verdict(found: Seq[dict[str, Any]]) -> str:
+def verdict(found: Sequence[dict[str, Any]]) -> str:
     """What to use, in a sentence."""
     best = max(found, key=lambda row: row["decode_speedup"])
     own = next(row for row in found if row["guesses"] in (GUIDED, DEFAULT))
@@ -91,7 +92,7 @@ def verdict(found: Seq[dict[str, Any]]) -> str:
     )
 
 
-def depth_table(depths: Seq[dict[str, Any]]) -> Table:
+def depth_table(depths: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="acceptance by depth", caption="of steps that had a guess so deep")
     for name in ("depth", "steps", "kept"):
         table.add_column(name, justify="right")
@@ -101,7 +102,7 @@ def depth_table(depths: Seq[dict[str, Any]]) -> Table:
     return table
 
 
-def choices_table(found: Seq[dict[str, Any]], title: str) -> Table:
+def choices_table(found: Sequence[dict[str, Any]], title: str) -> Table:
     table = Table(title=title, caption="decoding alone; wall time has the prompt's pass in it")
     names = ("guesses", "tokens a step", "predicted", "measured", "wall time", "identical")
     for name in names:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from draftahead.bench.prompts import load_prompts
 from draftahead.cli import options
 from draftahead.errors import ConfigError, nearest
-from draftahead.prompts import load_prompts
 
 if TYPE_CHECKING:
     from draftahead.bench.measure import Group, Measurement
     from draftahead.bench.sides import Side
+    from draftahead.core.sampling_params import SamplingParams
     from draftahead.llm import LLM
-    from draftahead.types import Sampling
 
 PEERS = ("transformers", "llama.cpp")
 
@@ -85,7 +85,7 @@ def bench(
     report: dict[str, Any] = provenance() | {"model": model, "quantize": quantize}
     if rows:
         with options.progress_bar(notes, "T(rows)", 17) as step:
-            report |= measure_rows(first.engine.target.passes, progress=step)
+            report |= measure_rows(first.engine.target.runner, progress=step)
         console.print(rows_table(report))
     results: list[dict[str, Any]] = []
     for size in batches:
@@ -110,7 +110,7 @@ def bench(
         gc.collect()  # their caches, before the next size makes its own
     report["results"] = [row for row in results if "drafter" in row]
     report["peers"] = [row for row in results if "drafter" not in row]
-    report["peak_memory_bytes"] = peak_memory(first.engine.target.passes.device)
+    report["peak_memory_bytes"] = peak_memory(first.engine.target.runner.device)
     _keep(report, json_file, plot)
 
 
@@ -126,7 +126,7 @@ def _keep(report: dict[str, Any], json_file: Path | None, plot: Path | None) -> 
 def _shape(
     notes: Console,
     kind: tuple[str, float, int, str | None, str | None],
-    sampling: Sampling,
+    sampling: SamplingParams,
     limit: int,
     repeats: int,
     against_transformers: bool,
@@ -175,7 +175,7 @@ def _shape(
 
 
 def groups_for(
-    llm: LLM, prompts: Any, batch: int, limit: int | None, sampling: Sampling
+    llm: LLM, prompts: Any, batch: int, limit: int | None, sampling: SamplingParams
 ) -> tuple[list[Group], int]:
     """The groups that all sides generate for, and the context that takes. No prompts: random."""
     from draftahead.bench.measure import context_for, grouped, random_groups
@@ -186,11 +186,11 @@ def groups_for(
         groups = random_groups(target.vocabulary, batch, limit or 16, longest)
     else:
         groups = grouped(prompts, llm.encode, batch, limit)
-    return groups, context_for(groups, tokens, target.passes.limit)
+    return groups, context_for(groups, tokens, target.runner.limit)
 
 
 def run(
-    notes: Console, sides: list[Side], groups: list[Group], sampling: Sampling, repeats: int
+    notes: Console, sides: list[Side], groups: list[Group], sampling: SamplingParams, repeats: int
 ) -> Measurement:
     from draftahead.bench.measure import measure
 
@@ -232,7 +232,7 @@ def side(
 
 def _peers(names: list[str], model: str, llm: LLM) -> list[Side]:
     from draftahead.bench.sides import LlamaCpp, transformers_peers
-    from draftahead.hub import ALIASES, load
+    from draftahead.loader.hub import ALIASES, load
 
     found: list[Side] = []
     if "transformers" in names:

@@ -14,13 +14,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from draftahead.bench.prompts import BenchPrompt, load_prompts
 from draftahead.cli import options
 from draftahead.cli.generate import DRAFTED
-from draftahead.prompts import BenchPrompt, load_prompts
 
 if TYPE_CHECKING:
+    from draftahead.core.sampling_params import SamplingParams
+    from draftahead.core.types import Completion
     from draftahead.llm import LLM
-    from draftahead.types import Completion, Sampling
 
 KINDS = ("code_edit", "summary", "question_with_context", "translation", "code", "chat")
 
@@ -89,7 +90,7 @@ def demo(
 class Side:
     """One of the two racers: its text so far, drafted tokens in colour, and its own clock."""
 
-    def __init__(self, name: str, llm: LLM, prompt: Any, sampling: Sampling) -> None:
+    def __init__(self, name: str, llm: LLM, prompt: Any, sampling: SamplingParams) -> None:
         self.name, self.text = name, Text()
         self._stream = llm.stream(prompt, sampling)
         self._engine = llm.engine
@@ -120,7 +121,7 @@ def _last_lines(text: Text, height: int) -> Text:
 
 
 def _race(
-    console: Console, prompt: BenchPrompt, plain: LLM, drafted: LLM, sampling: Sampling
+    console: Console, prompt: BenchPrompt, plain: LLM, drafted: LLM, sampling: SamplingParams
 ) -> Row:
     """Whoever has used less time so far makes the next step: each side runs at its own speed,
     and a busy moment of the machine hits both."""

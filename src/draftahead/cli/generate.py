@@ -15,9 +15,10 @@ from draftahead.cli import options
 from draftahead.errors import PromptError
 
 if TYPE_CHECKING:
+    from draftahead.core.sampling_params import SamplingParams
+    from draftahead.core.stats import Stats
+    from draftahead.core.types import Completion
     from draftahead.llm import LLM
-    from draftahead.stats import Stats
-    from draftahead.types import Completion, Sampling
 
 DRAFTED = "bold green"
 
@@ -101,7 +102,9 @@ def _standard_input() -> str:
         raise PromptError(f"standard input is not UTF-8 text ({error})") from None
 
 
-def show_stream(llm: LLM, prompt: Any, sampling: Sampling, *, reuse: bool = False) -> Completion:
+def show_stream(
+    llm: LLM, prompt: Any, sampling: SamplingParams, *, reuse: bool = False
+) -> Completion:
     """Prints the text as it comes. Returns the completion; a Ctrl-C passes through."""
     console = Console(soft_wrap=True, highlight=False)
     stream = llm.stream(prompt, sampling, reuse=reuse)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from draftahead import hub
 from draftahead.cli.options import output_console
+from draftahead.loader import hub
 
 
 def models() -> None:

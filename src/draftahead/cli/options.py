@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from draftahead.errors import ConfigError
 
 if TYPE_CHECKING:
+    from draftahead.core.sampling_params import SamplingParams
     from draftahead.llm import LLM
-    from draftahead.types import Sampling
 
 Model = Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.", show_default=True)]
 Drafter = Annotated[
@@ -84,8 +84,8 @@ def build_llm(
     max_context: int | None = None,
     max_batch: int = 1,
 ) -> LLM:
-    from draftahead.hub import terminal_report
     from draftahead.llm import LLM
+    from draftahead.loader.hub import terminal_report
 
     with terminal_report() as report:
         report("loading torch and transformers")
@@ -146,7 +146,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
 
 
-def sampling_from(**fields: Any) -> Sampling:
-    from draftahead.types import Sampling
+def sampling_from(**fields: Any) -> SamplingParams:
+    from draftahead.core.sampling_params import SamplingParams
 
-    return Sampling(**{name: value for name, value in fields.items() if value is not None})
+    return SamplingParams(**{name: value for name, value in fields.items() if value is not None})

@@ -123,7 +123,7 @@ class Training:
     device: options.Device = None
 
     def material(self) -> Material:
-        from draftahead.hub import terminal_report
+        from draftahead.loader.hub import terminal_report
         from draftahead.train.report import check_drawing
         from draftahead.train.run import gathered
 
@@ -251,7 +251,7 @@ def eagle(
     fade: Annotated[float, typer.Option(help="What a guess counts of the one before.")] = 0.8,
 ) -> None:
     """Train an EAGLE-3 head, unrolled over its own outputs."""
-    from draftahead.heads.eagle import new_head
+    from draftahead.drafters.eagle.head import new_head
     from draftahead.train.eagle import EagleTask
 
     material = training.material()
@@ -285,7 +285,7 @@ def medusa(
     fade: Annotated[float, typer.Option(help="What a head counts of the one before.")] = 0.8,
 ) -> None:
     """Train Medusa heads, and find the best tree of their guesses."""
-    from draftahead.heads.medusa import new_heads
+    from draftahead.drafters.medusa.heads import new_heads
     from draftahead.train.medusa import MedusaTask
 
     material = training.material()
@@ -307,7 +307,7 @@ def exit(
     depth: Annotated[int, typer.Option(min=1, help="Guesses of a chain, in evaluations.")] = 4,
 ) -> None:
     """Train an adapter that makes the target's first layers draft well."""
-    from draftahead.heads.exit import new_adapter
+    from draftahead.drafters.early_exit.adapter import new_adapter
     from draftahead.train.exit import ExitTask
 
     material = training.material()
@@ -360,8 +360,8 @@ def export(
     device: options.Device = None,
 ) -> None:
     """Write an EAGLE head or Medusa heads with the vocabulary's rows, as some servers want."""
-    from draftahead import hub
-    from draftahead.heads.export import export_head
+    from draftahead.loader import hub
+    from draftahead.train.export import export_head
 
     with hub.terminal_report() as report:
         report("loading torch and transformers")

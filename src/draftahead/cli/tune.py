@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from draftahead.bench.prompts import load_prompts
 from draftahead.cli import bench, options
 from draftahead.errors import ConfigError
-from draftahead.prompts import load_prompts
 
 if TYPE_CHECKING:
     from draftahead.bench.sides import Side
@@ -60,7 +60,7 @@ def tune(
     name = str(config.get("method", "draft_model"))
     report: dict[str, Any] = provenance() | {"model": model, "drafter": name, "batch": batch}
     with options.progress_bar(notes, "T(rows)", 17) as step:
-        report |= measure_rows(first.engine.target.passes, progress=step)
+        report |= measure_rows(first.engine.target.runner, progress=step)
     console.print(rows_table(report))
     groups, context = bench.groups_for(first, chosen, batch, limit, sampling)
     sides: list[Side] = [bench.side("none", first, {"method": "none"}, batch, context)]
@@ -69,7 +69,7 @@ def tune(
         sides.append(bench.side(str(number), first, fixed, batch, context))
     own = bench.side(tuning.DEFAULT, first, config, batch, context)
     assert isinstance(own, Ours)
-    if getattr(own.llm.engine.drafter, "guided", False):
+    if getattr(own.llm.engine.drafter, "adaptive", False):
         own.name = tuning.GUIDED
     sides.append(own)
     found = bench.run(notes, sides, groups, sampling, repeats)

@@ -15,16 +15,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from draftahead.drafters import Drafter, Setting, build, check, positive, register
+from draftahead.control.promises import TRIES, Costly, Offer, Promise, Unseen
+from draftahead.control.rates import Calibration, Usual
+from draftahead.core.types import Batch, Draft, ForwardOutput, SequenceState, Verdict
+from draftahead.drafters.base import Drafter, DrafterContext, check, positive
+from draftahead.drafters.registry import build, register
 from draftahead.errors import ConfigError, DrafterFaultWarning
-from draftahead.promises import TRIES, Costly, Offer, Promise, Unseen
-from draftahead.rates import Calibration, Usual
-from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 MOST = 15  # guesses to choose from
 
@@ -61,14 +62,14 @@ class Lesson(NamedTuple):
 class Auto(Drafter):
     def __init__(
         self,
-        setting: Setting,
+        setting: DrafterContext,
         *,
         num_speculative_tokens: int | None = None,
         model: Any = None,
         head: Any = None,
         shared_tokens: int = 0,
     ) -> None:
-        self.guided = num_speculative_tokens is None
+        self.adaptive = num_speculative_tokens is None
         self.most = positive("num_speculative_tokens", num_speculative_tokens, default=MOST)
         self.cheap: dict[str, Drafter] = {
             "suffix": build({"method": "suffix", "shared_tokens": shared_tokens}, setting),
@@ -98,19 +99,19 @@ class Auto(Drafter):
         self._together = Usual()  # what trees were worth where the costly one was asked
 
     @property
-    def hope(self) -> Offer | None:
+    def expected_offer(self) -> Offer | None:
         """What the policy, who sees what is proposed mostly without it, cannot know."""
         known = self.other is not None and self._together.known >= TRIES
         return Offer(self._together, self.costly.seconds) if known else None
 
-    def _place_head(self, setting: Setting, *, asked: bool) -> None:
-        goes_ahead = bool(getattr(self.other, "ahead", False))
-        if setting.device.type != "cpu" and not goes_ahead and not asked:
+    def _place_head(self, setting: DrafterContext, *, asked: bool) -> None:
+        drafts_on_device = bool(getattr(self.other, "ahead", False))
+        if setting.device.type != "cpu" and not drafts_on_device and not asked:
             self.other = None  # level by level it would take longer than the target
             return
         # What it knows a head knows better, and a row has its price.
         self._aside = {"recycle": self.cheap.pop("recycle")}
-        if goes_ahead:
+        if drafts_on_device:
             self.costly = self.unseen = Unseen()
 
     # ------------------------------------------------------------------------------ proposing
@@ -128,7 +129,7 @@ class Auto(Drafter):
                 self._sent = Sent(ahead, others)
                 return ahead
         # A number of guesses that was asked for is made up whatever it takes.
-        elif self.other and (not self.guided or self._pays(batch, others)):
+        elif self.other and (not self.adaptive or self._pays(batch, others)):
             start = time.perf_counter()
             drafts[self.name] = self._ask(self.name, self.other, batch)
             seconds = time.perf_counter() - start
@@ -138,8 +139,8 @@ class Auto(Drafter):
         trees = [[(guess.token, guess.parent) for guess in tree] for tree in self._trees]
         if not any(trees):
             return None
-        claims = [[guess.worth for guess in tree] for tree in self._trees]
-        return Draft.trees(batch.roots, trees, claims if self.guided else None)
+        confidence = [[guess.worth for guess in tree] for tree in self._trees]
+        return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
 
     def _pays(self, batch: Batch, others: Promise) -> bool:
         return self.unseen is None and self.costly.pays(batch, others)
@@ -147,7 +148,7 @@ class Auto(Drafter):
     def _sent_ahead(self, batch: Batch) -> Draft | None:
         """Trees that a device grows from now on, if that pays."""
         head: Any = self.other
-        if self.unseen is None or not self.guided or not self.unseen.is_sent(batch):
+        if self.unseen is None or not self.adaptive or not self.unseen.is_sent(batch):
             return None
         try:
             return head.send_ahead(batch)  # type: ignore[no-any-return]
@@ -205,18 +206,18 @@ class Auto(Drafter):
 
     # ------------------------------------------------------------------------------- learning
 
-    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+    def learn(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
         for name, drafter in [*self.cheap.items()]:
             try:
                 drafter.learn(batch, verdict, scores)
             except Exception as fault:
                 self._leave_out(name, fault)
-        self.meanwhile()
+        self.idle_work()
         self._lesson = Lesson(verdict, scores.draft, self._sent, self._trees)
         if self.unseen is None:  # else the device is sent its next trees first
-            self.meanwhile()
+            self.idle_work()
 
-    def meanwhile(self) -> None:
+    def idle_work(self) -> None:
         """What is not needed for the next guesses."""
         lesson, self._lesson = self._lesson, None
         if lesson is None:
@@ -232,7 +233,7 @@ class Auto(Drafter):
         """Of trees that a device grew: what they promised, as such claims turned out to be worth,
         tells more than the few guesses that came true."""
         head: Any = self.other
-        assert self.unseen is not None and head is not None and sent.draft.growing is not None
+        assert self.unseen is not None and head is not None and sent.draft.on_device is not None
         head.note_grown(sent.draft)
         width, texts = sent.draft.tokens.shape[1], len(verdict.paths)
         worth = 0.0
@@ -241,7 +242,7 @@ class Auto(Drafter):
             self._note_together([guesses])
             worth += sum(guess.worth for guess in guesses)
             self._note(guesses, said, len(verdict.paths[row]) - 1, sent.draft, row)
-        seconds = sent.draft.growing.clock.laps()[0]
+        seconds = sent.draft.on_device.clock.laps()[0]
         self.unseen.note_worth(seconds, sent.others, worth / texts, width, texts)
 
     def _note_together(self, trees: list[list[Guess]]) -> None:
@@ -282,7 +283,7 @@ class Auto(Drafter):
             )
         return found
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: SequenceState) -> None:
         everyone = [*self.cheap.items()]
         if self.other:
             everyone.append((self.name, self.other))
@@ -293,16 +294,16 @@ class Auto(Drafter):
                 self._leave_out(name, fault)
 
 
-def promised(trees: Seq[Seq[Guess]], batch: Batch) -> Promise:
+def promised(trees: Sequence[Sequence[Guess]], batch: Batch) -> Promise:
     best = Promise(0.0, 0.0, 1)
-    if batch.price is None:
+    if batch.step_cost is None:
         return best
     texts = len(trees)
     ranked = [sorted((guess.worth for guess in tree), reverse=True) for tree in trees]
     right = 0.0  # guesses of all texts, of the likeliest so many
     for width, worths in enumerate([(0.0,), *zip_longest(*ranked, fillvalue=0.0)], start=1):
         right += sum(worths)
-        rate = (texts + right) / batch.price.of(texts * width)
+        rate = (texts + right) / batch.step_cost.of(texts * width)
         if rate > best.rate:
             best = Promise(rate, right / texts, width)
     return best
@@ -314,9 +315,9 @@ def union(drafts: dict[str, Draft], row: int) -> list[Guess]:
     known: dict[tuple[int, int], int] = {}  # (parent, token) -> index of the node
     for name, draft in drafts.items():
         place = [0]
-        for node in range(1, draft.sizes[row]):
-            parent, token = place[draft.above[row][node]], draft.rows[row][node]
-            claim = draft.claims[row][node - 1] if draft.claims else 0.5
+        for node in range(1, draft.num_nodes[row]):
+            parent, token = place[draft.host_parents[row][node]], draft.host_tokens[row][node]
+            claim = draft.confidence[row][node - 1] if draft.confidence else 0.5
             index = known.get((parent, token))
             if index is None:
                 depth = found[parent - 1].depth + 1 if parent else 1
@@ -332,6 +333,6 @@ def union(drafts: dict[str, Draft], row: int) -> list[Guess]:
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
     """The tokens from the root to every node."""
     found: list[tuple[int, ...]] = [()]
-    for node in range(1, draft.sizes[row]):
-        found.append((*found[draft.above[row][node]], draft.rows[row][node]))
+    for node in range(1, draft.num_nodes[row]):
+        found.append((*found[draft.host_parents[row][node]], draft.host_tokens[row][node]))
     return set(found)

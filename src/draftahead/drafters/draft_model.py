@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.core.types import Batch, Draft, DraftSampler
+from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.registry import register
+from draftahead.drafters.tree_builder import DEEPEST, TreeBuilder, draw_chain
 from draftahead.errors import ConfigError, VocabularyMismatchError
-from draftahead.growth import DEEPEST, Grower, draw_chain
-from draftahead.kvcache import Tenants
-from draftahead.passes import CachedModel
-from draftahead.sampling import placed
-from draftahead.support import context_limit
-from draftahead.types import Batch, Dice, Draft
+from draftahead.kv.cache import SlotOwners
+from draftahead.models.runner import ModelRunner
+from draftahead.models.support import context_limit
+from draftahead.sampling.noise import small_tensor
 
 UNNAMED = -1  # in place of a token that only the device knows
 
@@ -31,11 +32,15 @@ UNNAMED = -1  # in place of a token that only the device knows
 @register("draft_model")
 class DraftModel(Drafter):
     def __init__(
-        self, setting: Setting, *, model: Any = None, num_speculative_tokens: int | None = None
+        self,
+        setting: DrafterContext,
+        *,
+        model: Any = None,
+        num_speculative_tokens: int | None = None,
     ) -> None:
-        self.guided = num_speculative_tokens is None
+        self.adaptive = num_speculative_tokens is None
         self.count = positive("num_speculative_tokens", num_speculative_tokens, default=DEEPEST)
-        self.grower = Grower(self.count)
+        self.grower = TreeBuilder(self.count)
         if model is None:
             raise ConfigError("drafter 'draft_model' needs 'model': the name or path of a model")
         tokenizer = None
@@ -44,52 +49,55 @@ class DraftModel(Drafter):
         elif not hasattr(model, "config"):
             raise ConfigError(f"drafter 'draft_model': {model!r} is no model and no name of one")
         check_vocabulary(setting, tokenizer, int(model.config.get_text_config().vocab_size))
-        self.passes = CachedModel(
+        self.runner = ModelRunner(
             model,
             max_batch=setting.max_batch,
             max_context=min(setting.max_context, context_limit(model)),
-            spare=self.grower.most_nodes if self.guided else self.count + 1,
+            spare=self.grower.most_nodes if self.adaptive else self.count + 1,
         )
-        self._is_larger = setting.vocabulary > self.passes.vocabulary
-        self._tenants = Tenants(self.passes.cache)
+        self._is_larger = setting.vocabulary > self.runner.vocabulary
+        self._tenants = SlotOwners(self.runner.cache)
         # Whose draws the rows' contents end with, still unnamed, and from where on.
-        self._fed: tuple[Dice, list[int]] | None = None
+        self._fed: tuple[DraftSampler, list[int]] | None = None
 
     def propose(self, batch: Batch) -> Draft | None:
-        most = self.passes.max_context
+        most = self.runner.max_context
         fits = [len(sequence.tokens) + self.count <= most for sequence in batch.sequences]
-        if not any(room and fit for room, fit in zip(batch.rooms, fits, strict=True)):
+        if not any(room and fit for room, fit in zip(batch.max_depths, fits, strict=True)):
             return None
         self._name_what_was_fed()
-        if self.guided:
+        if self.adaptive:
             return self._grow(batch, fits)
         self._draw(batch, fits)
         return None  # the dice hold the draft
 
     def _draw(self, batch: Batch, fits: list[bool]) -> None:
         logits, best = self._catch_up(batch, fits)
-        self._fed = batch.dice, [len(self.passes.cache.contents[row]) for row in range(len(fits))]
+        self._fed = (
+            batch.draft_sampler,
+            [len(self.runner.cache.tokens_in[row]) for row in range(len(fits))],
+        )
         going = None if all(fits) else torch.tensor(fits)
-        draw_chain(batch, min(self.count, max(batch.rooms)), logits, best, self._feed, going)
+        draw_chain(batch, min(self.count, max(batch.max_depths)), logits, best, self._feed, going)
 
     def _feed(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         found = self._last(self._scored(tokens[:, None]))
         for row in range(len(tokens)):
-            self.passes.cache.contents[row].append(UNNAMED)
+            self.runner.cache.tokens_in[row].append(UNNAMED)
         return found
 
     def _grow(self, batch: Batch, fits: list[bool]) -> Draft | None:
         logits, _ = self._catch_up(batch, fits)
         for row in range(len(fits)):
-            self.passes.cache.contents[row].pop()  # the root, which the trees hang from
-        rooms = [room if fit else 0 for room, fit in zip(batch.rooms, fits, strict=True)]
-        return self.grower.grow(batch, logits, self._scored, rooms)
+            self.runner.cache.tokens_in[row].pop()  # the root, which the trees hang from
+        max_depths = [room if fit else 0 for room, fit in zip(batch.max_depths, fits, strict=True)]
+        return self.grower.grow(batch, logits, self._scored, max_depths)
 
     def _scored(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         # Ids in the target's padding are none of ours; a wrong guess follows, no more.
         if self._is_larger:
-            tokens = tokens.clamp(max=self.passes.vocabulary - 1)
-        return self.passes.run(tokens, parents=parents)
+            tokens = tokens.clamp(max=self.runner.vocabulary - 1)
+        return self.runner.run(tokens, parents=parents)
 
     # ---------------------------------------------------------------------------- what it reads
 
@@ -99,42 +107,42 @@ class DraftModel(Drafter):
             return
         dice, starts = self._fed
         for row, (chain, start) in enumerate(zip(dice.chains, starts, strict=True)):
-            held = self.passes.cache.contents[row]
+            held = self.runner.cache.tokens_in[row]
             held[start : start + len(chain)] = chain[: len(held) - start]
         self._fed = None
 
     def _catch_up(self, batch: Batch, fits: list[bool]) -> tuple[Tensor, Tensor | None]:
         """Feeds every row what its cache lacks; returns the logits after each text's end, and the
         best token if the pass found it."""
-        cache, pending = self.passes.cache, []
+        cache, pending = self.runner.cache, []
         for row, sequence in enumerate(batch.sequences):
             self._tenants.place(sequence.id, row)
             text = sequence.tokens if fits[row] else [0]  # too long for us: the row idles
             held = cache.matched(row, text[:-1])
-            if cache.far[row] != self.passes.is_far(len(text)) or len(text) - held > self.count + 1:
+            if cache.far[row] != self.runner.is_far(len(text)) or len(text) - held > self.count + 1:
                 # A new text, or steps without this drafter.
-                self.passes.prefill(row, text[:-1])
+                self.runner.prefill(row, text[:-1])
                 held = len(text) - 1
-            del cache.contents[row][held:]
+            del cache.tokens_in[row][held:]
             pending.append(text[held:])
         width = max(len(tokens) for tokens in pending)
         block = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in pending])
         logits = self._scored(block)
         for row, tokens in enumerate(pending):
-            cache.contents[row].extend(tokens)
+            cache.tokens_in[row].extend(tokens)
         ends = [len(tokens) - 1 for tokens in pending]
         if all(end == width - 1 for end in ends):
             return self._last(logits)
-        last = placed(ends, torch.int64, logits.device)
-        rows, best = torch.arange(len(pending), device=logits.device), self.passes.best
+        last = small_tensor(ends, torch.int64, logits.device)
+        rows, best = torch.arange(len(pending), device=logits.device), self.runner.best
         return logits[rows, last], None if best is None else best[rows, last]
 
     def _last(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        best = self.passes.best
+        best = self.runner.best
         return logits[:, -1], None if best is None else best[:, -1]
 
 
-def check_vocabulary(setting: Setting, tokenizer: Any, size: int) -> None:
+def check_vocabulary(setting: DrafterContext, tokenizer: Any, size: int) -> None:
     """Same token for every id. Embeddings may differ in padding behind the last token."""
     if tokenizer is None or setting.tokenizer is None:
         if size != setting.vocabulary:

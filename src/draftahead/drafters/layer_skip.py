@@ -11,21 +11,22 @@ drawn: what a text turns out to be must not depend on whether the search was bef
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.core.types import Batch, Draft
+from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.registry import register
+from draftahead.drafters.self_draft import SelfDraft
+from draftahead.drafters.tree_builder import DEEPEST, TreeBuilder
 from draftahead.errors import ConfigError
-from draftahead.growth import DEEPEST, Grower
-from draftahead.parts import Part
-from draftahead.passes import CachedModel
-from draftahead.selfdraft import SelfDraft
-from draftahead.support import text_config
-from draftahead.types import Batch, Draft
+from draftahead.models.layer_subset import LayerSubset
+from draftahead.models.runner import ModelRunner
+from draftahead.models.support import text_config
 
 ENOUGH = 48  # tokens of a text that a search can go by
 STRETCH = 12  # tokens that the target says next, which parts of it are compared on
@@ -46,18 +47,18 @@ _FOUND: WeakKeyDictionary[Any, Found] = WeakKeyDictionary()  # by model
 class LayerSkip(Drafter):
     def __init__(
         self,
-        setting: Setting,
+        setting: DrafterContext,
         *,
-        skip: Seq[int] | None = None,
+        skip: Sequence[int] | None = None,
         num_speculative_tokens: int | None = None,
     ) -> None:
-        self.guided = num_speculative_tokens is None
+        self.adaptive = num_speculative_tokens is None
         self.count = positive("num_speculative_tokens", num_speculative_tokens, default=DEEPEST)
-        self.grower = Grower(self.count)
-        self.passes = setting.own_passes("layer_skip")
-        self.layers = int(text_config(self.passes.model).num_hidden_layers)
+        self.grower = TreeBuilder(self.count)
+        self.runner = setting.target_runner("layer_skip")
+        self.layers = int(text_config(self.runner.model).num_hidden_layers)
         self.skip = None if skip is None else self._checked(skip)
-        self.part = None if self.skip is None else _without(self.passes.model, self.skip)
+        self.part = None if self.skip is None else _without(self.runner.model, self.skip)
         self.pays = True  # as far as is known
 
     def _checked(self, skip: Any) -> tuple[int, ...]:
@@ -74,19 +75,19 @@ class LayerSkip(Drafter):
             self._search(batch)
         if self.part is None or not self.pays:
             return None
-        draft = SelfDraft(self.passes, self.part)
-        if self.guided:
+        draft = SelfDraft(self.runner, self.part)
+        if self.adaptive:
             return draft.grown(batch, self.grower)
         return draft.guessed(batch, self.count)
 
     def _search(self, batch: Batch) -> None:
-        model, lengths = self.passes.model, [len(sequence.tokens) for sequence in batch.sequences]
+        model, lengths = self.runner.model, [len(sequence.tokens) for sequence in batch.sequences]
         row = lengths.index(max(lengths))
         if model not in _FOUND and lengths[row] >= ENOUGH:
-            _FOUND[model] = Search(self.passes, row, batch.roots[row]).found()
+            _FOUND[model] = Search(self.runner, row, batch.roots[row]).found()
         if found := _FOUND.get(model):
             self.skip, self.part = found.skip, _without(model, found.skip)
-            self.pays = found.promise > 1 or not self.guided
+            self.pays = found.promise > 1 or not self.adaptive
 
     def reasons(self) -> list[str]:
         """What it leaves out, for whoever asks."""
@@ -100,8 +101,8 @@ class Search:
     """How much of the target's law parts of it keep, over what it says next in one row. Like any
     draft this takes place behind the row's length, and leaves nothing there that counts."""
 
-    def __init__(self, passes: CachedModel, row: int, root: int) -> None:
-        self.passes, self.row = passes, row
+    def __init__(self, passes: ModelRunner, row: int, root: int) -> None:
+        self.runner, self.row = passes, row
         self.layers = int(text_config(passes.model).num_hidden_layers)
         whole, said = _without(passes.model, ()), [root]
         for ahead in range(STRETCH - 1):
@@ -112,10 +113,10 @@ class Search:
         self.law = self._law(whole)
         self.tried = 0
 
-    def _law(self, part: Part) -> Tensor:
-        return self.passes.run(self.nodes, first=self.row, part=part).float().softmax(-1)
+    def _law(self, part: LayerSubset) -> Tensor:
+        return self.runner.run(self.nodes, first=self.row, part=part).float().softmax(-1)
 
-    def agreement(self, part: Part) -> float:
+    def agreement(self, part: LayerSubset) -> float:
         """From 0 to 1: how often a part has the same best token, and how much of the law in common;
         the one is what counts, the other tells near misses apart."""
         self.tried += 1
@@ -126,7 +127,7 @@ class Search:
 
     def found(self) -> Found:
         """The layers without which drafting promises the most."""
-        model, rest = self.passes.model, list(range(1, self.layers))
+        model, rest = self.runner.model, list(range(1, self.layers))
         size = max(1, -(-2 * len(rest) // BUDGET))  # layers that are tried together
         groups = [tuple(rest[at : at + size]) for at in range(0, len(rest), size)]
         alone = {group: self.agreement(_without(model, group)) for group in groups}
@@ -154,6 +155,6 @@ def promise(agreement: float, share: float) -> float:
     return max(rates)
 
 
-def _without(model: Any, skip: Seq[int]) -> Part:
+def _without(model: Any, skip: Sequence[int]) -> LayerSubset:
     layers = range(int(text_config(model).num_hidden_layers))
-    return Part(model, [index for index in layers if index not in skip])
+    return LayerSubset(model, [index for index in layers if index not in skip])

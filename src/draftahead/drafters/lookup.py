@@ -7,9 +7,10 @@ followed it is proposed.
 
 from __future__ import annotations
 
-from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.core.types import Batch, Draft, SequenceState
+from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
-from draftahead.types import Batch, Draft, Sequence
 
 
 class NgramIndex:
@@ -46,7 +47,7 @@ def _copied(tokens: list[int], start: int, count: int) -> list[int]:
 class Lookup(Drafter):
     def __init__(
         self,
-        setting: Setting,
+        setting: DrafterContext,
         *,
         num_speculative_tokens: int = 5,  # six rows cost little more than one, even on a CPU
         prompt_lookup_max: int = 3,
@@ -65,16 +66,16 @@ class Lookup(Drafter):
     def propose(self, batch: Batch) -> Draft | None:
         guesses = [
             self._guess(sequence, min(self.count, room))
-            for sequence, room in zip(batch.sequences, batch.rooms, strict=True)
+            for sequence, room in zip(batch.sequences, batch.max_depths, strict=True)
         ]
         return Draft.chains(batch.roots, guesses) if any(guesses) else None
 
-    def _guess(self, sequence: Sequence, count: int) -> list[int]:
+    def _guess(self, sequence: SequenceState, count: int) -> list[int]:
         index = self._indexes.get(sequence.id)
         if index is None:
             index = self._indexes[sequence.id] = NgramIndex(self.shortest, self.longest)
         index.extend(sequence.tokens)
         return index.continuation(sequence.tokens, count)
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: SequenceState) -> None:
         self._indexes.pop(sequence.id, None)

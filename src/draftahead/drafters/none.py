@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from draftahead.drafters import Drafter, Setting, register
-from draftahead.types import Batch, Draft
+from draftahead.core.types import Batch, Draft
+from draftahead.drafters.base import Drafter, DrafterContext
+from draftahead.drafters.registry import register
 
 
 @register("none")
 class NoDrafter(Drafter):
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: DrafterContext) -> None:
         pass
 
     def propose(self, batch: Batch) -> Draft | None:

@@ -16,10 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from draftahead.drafters import Drafter, Setting, positive, register
+from draftahead.control.rates import Rates
+from draftahead.core.types import Batch, Draft, ForwardOutput, SequenceState, Verdict
+from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
-from draftahead.rates import Rates
-from draftahead.types import Batch, Draft, Scores, Sequence, Verdict
 
 KEPT = 4  # successors of a token
 RANKS = range(KEPT)
@@ -51,14 +52,14 @@ class Node(NamedTuple):
 class Recycle(Drafter):
     def __init__(
         self,
-        setting: Setting,
+        setting: DrafterContext,
         *,
         num_speculative_tokens: int | None = None,
         successors: str | Path | None = None,
         shared: bool = False,
     ) -> None:
         """Without a number of guesses, the policy takes as many as pay."""
-        self.guided = num_speculative_tokens is None
+        self.adaptive = num_speculative_tokens is None
         self.most = positive("num_speculative_tokens", num_speculative_tokens, default=MOST)
         self.table: Mapping[int, list[int]] = {}
         if successors is not None:
@@ -75,17 +76,17 @@ class Recycle(Drafter):
         self._drafts: dict[int, list[Node]] = {}  # by sequence
 
     def propose(self, batch: Batch) -> Draft | None:
-        trees, claims = [], []
-        for sequence, room in zip(batch.sequences, batch.rooms, strict=True):
+        trees, confidence = [], []
+        for sequence, room in zip(batch.sequences, batch.max_depths, strict=True):
             nodes = self._grow(sequence, room) if room else []
             self._drafts[sequence.id] = nodes
             trees.append([(node.token, node.parent) for node in nodes])
-            claims.append([node.likely for node in nodes])
+            confidence.append([node.likely for node in nodes])
         if not any(trees):
             return None
-        return Draft.trees(batch.roots, trees, claims if self.guided else None)
+        return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
 
-    def _grow(self, sequence: Sequence, room: int) -> list[Node]:
+    def _grow(self, sequence: SequenceState, room: int) -> list[Node]:
         """The likeliest nodes below the root; parents first."""
         memory = self._memory(sequence)
         chances = {
@@ -113,7 +114,7 @@ class Recycle(Drafter):
                 offer(node.token, len(chosen), node.depth + 1, node.likely)
         return chosen
 
-    def _memory(self, sequence: Sequence) -> Memory:
+    def _memory(self, sequence: SequenceState) -> Memory:
         scope = sequence.request.scope
         if scope is None or not self.shared:
             return self._own.setdefault(sequence.id, {})
@@ -123,7 +124,7 @@ class Recycle(Drafter):
             self._shared.popitem(last=False)
         return found
 
-    def learn(self, batch: Batch, verdict: Verdict, scores: Scores) -> None:
+    def learn(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
         draft = scores.draft
         if draft is None:
             return
@@ -133,9 +134,9 @@ class Recycle(Drafter):
         tops = found.tolist()
         for row, sequence in enumerate(batch.sequences):
             self._note_what_came(sequence, verdict.tokens[row])
-            memory, tokens = self._memory(sequence), draft.rows[row]
+            memory, tokens = self._memory(sequence), draft.host_tokens[row]
             path = verdict.paths[row]
-            guesses = sorted(set(range(draft.sizes[row])) - set(path))
+            guesses = sorted(set(range(draft.num_nodes[row])) - set(path))
             for node in [*guesses, *path]:  # what became text has the last word
                 if tops[row][node][0] >= 0:  # there are logits to speak of
                     memory.pop(tokens[node], None)  # to be the newest
@@ -143,7 +144,7 @@ class Recycle(Drafter):
             while len(memory) > KNOWN:
                 del memory[next(iter(memory))]
 
-    def _note_what_came(self, sequence: Sequence, said: list[int]) -> None:
+    def _note_what_came(self, sequence: SequenceState, said: list[int]) -> None:
         """At each node that the walk reached, every successor was right or was not."""
         nodes, at = self._drafts.get(sequence.id, []), 0
         for token in said:
@@ -156,7 +157,7 @@ class Recycle(Drafter):
                 return
             at = went
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: SequenceState) -> None:
         self._own.pop(sequence.id, None)
         self._drafts.pop(sequence.id, None)
 

@@ -12,8 +12,7 @@ import math
 import os
 import random
 import tempfile
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ class Blocks:
         self,
         texts: Texts,
         model: Any,
-        depths: Seq[int],
+        depths: Sequence[int],
         *,
         tokens: int,
         longest: int | None = None,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from draftahead.errors import ConfigError
-from draftahead.hub.gguf import quiet_transformers
-from draftahead.support import text_config
+from draftahead.loader.gguf import quiet_transformers
+from draftahead.models.support import text_config
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.loop import Acceptance
 from draftahead.train.losses import chained, law_over, soft_cross_entropy, walked

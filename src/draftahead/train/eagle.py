@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftahead.heads import eagle_files
-from draftahead.heads.eagle import EagleHead
-from draftahead.heads.shortlist import fitted
+from draftahead.drafters.eagle import io
+from draftahead.drafters.eagle.head import EagleHead
+from draftahead.drafters.eagle.screening import fitted
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.loop import Acceptance
 from draftahead.train.losses import law_over, side_by_side, soft_cross_entropy, walked
@@ -92,7 +92,7 @@ class EagleTask:
     def save(self, folder: Path) -> None:
         if self._moments is not None:
             self.head.shortlist = fitted(self._moments, self.head.lm_head.weight.float())
-        eagle_files.save(
+        io.save(
             self.head,
             folder,
             with_vocabulary=self._trains_vocabulary,

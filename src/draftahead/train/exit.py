@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftahead.heads.exit import ExitAdapter
-from draftahead.support import last_norm
+from draftahead.drafters.early_exit.adapter import ExitAdapter
+from draftahead.models.support import last_norm
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.loop import Acceptance
 from draftahead.train.losses import chained, law_over, soft_cross_entropy, walked

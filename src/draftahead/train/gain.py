@@ -3,19 +3,18 @@ texts and from steps that were measured here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from draftahead import hub
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.stats import Stats
 from draftahead.llm import LLM
-from draftahead.stats import Stats
-from draftahead.support import context_limit
+from draftahead.loader import hub
+from draftahead.models.support import context_limit
 from draftahead.train.texts import Texts
-from draftahead.types import Sampling
 
 PROMPTS, TOKENS = 3, 24  # that the steps are measured on
 TURNS = 3
@@ -27,7 +26,7 @@ class Gain:
 
     steps: Mapping[int, float]
 
-    def of(self, by_depth: Seq[float]) -> tuple[float, int]:
+    def of(self, by_depth: Sequence[float]) -> tuple[float, int]:
         """How many times as fast as plain decoding, and with how many guesses: the best number,
         given how often a guess is right where those before it were."""
         best, reached, tokens = (1.0, 0), 1.0, 1.0
@@ -41,7 +40,7 @@ class Gain:
         known = sorted(self.steps)
         return float(np.interp(guesses, known, [self.steps[count] for count in known]))
 
-    def told(self, by_depth: Seq[float]) -> str:
+    def told(self, by_depth: Sequence[float]) -> str:
         times, guesses = self.of(by_depth)
         steps = ", ".join(f"{n}: {1e3 * s:.1f}" for n, s in sorted(self.steps.items()))
         said = f"{times:.2f} times as fast as plain decoding, with chains of {guesses}"
@@ -79,6 +78,8 @@ def measured(model: Any, drafter: Mapping[str, Any], texts: Texts, depth: int) -
 
 def _step(llm: LLM, asked: list[list[int]]) -> float:
     total = Stats()
-    for out in llm.generate(asked, Sampling(temperature=0, max_tokens=TOKENS, ignore_eos=True)):
+    for out in llm.generate(
+        asked, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    ):
         total.add(out.stats)
     return total.decode_seconds / total.steps

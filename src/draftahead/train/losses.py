@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,14 +69,14 @@ def chained(hit: Tensor, depth: int) -> Tensor:
     return side_by_side([hit[:, at:] for at in range(depth)])
 
 
-def side_by_side(hits: Seq[Tensor]) -> Tensor:
+def side_by_side(hits: Sequence[Tensor]) -> Tensor:
     """Of all chains of a text by depth, [B, chains - depth] each -> [B, chains, depth]: where the
     text ends before a guess, there is no hit."""
     chains = hits[0].shape[1]
     return torch.stack([F.pad(hit, (0, chains - hit.shape[1])) for hit in hits], -1)
 
 
-def walked(found: Seq[tuple[Tensor, list[int]]]) -> Acceptance:
+def walked(found: Sequence[tuple[Tensor, list[int]]]) -> Acceptance:
     """What drafting would have kept: hits [B, chains, depth] of texts that end together, and how
     many tokens of each are to be foretold. Chain -1 of a text starts two tokens before its last.
 

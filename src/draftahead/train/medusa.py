@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftahead.heads.medusa import MedusaHeads, likeliest_tree, save_heads
+from draftahead.drafters.medusa.heads import MedusaHeads, likeliest_tree
+from draftahead.drafters.medusa.io import save_heads
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.eagle import Chains
 from draftahead.train.loop import Acceptance

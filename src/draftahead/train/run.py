@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from draftahead import hub
 from draftahead.errors import ConfigError
+from draftahead.loader import hub
 from draftahead.train.blocks import Blocks
 from draftahead.train.eagle import draft_vocabulary
 from draftahead.train.loop import History, Loop, Plan, Task
@@ -38,7 +37,7 @@ class Material:
 
     def blocks(
         self,
-        depths: Seq[int],
+        depths: Sequence[int],
         *,
         tokens: int,
         longest: int,
@@ -74,7 +73,7 @@ class Material:
                 found.update(part.numpy().tobytes())
         return found.hexdigest()
 
-    def held_out_blocks(self, depths: Seq[int], *, tokens: int, longest: int) -> Blocks:
+    def held_out_blocks(self, depths: Sequence[int], *, tokens: int, longest: int) -> Blocks:
         return Blocks(self.held_out, self.model, depths, tokens=tokens, longest=longest)
 
 

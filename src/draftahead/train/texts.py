@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.drafters.head_files import write_tensors
 from draftahead.errors import ConfigError, PromptError
-from draftahead.heads.files import write_tensors
-from draftahead.types import Sampling
 
 if TYPE_CHECKING:
     from draftahead.llm import LLM
@@ -51,7 +50,7 @@ class Texts:
         return self.starts.diff()
 
     @staticmethod
-    def of(texts: Seq[tuple[Seq[int], Seq[int]]]) -> Texts:
+    def of(texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Texts:
         """From prompts and answers."""
         ids = [[*prompt, *answer] for prompt, answer in texts]
         lengths = torch.tensor([0, *(len(text) for text in ids)])
@@ -62,7 +61,7 @@ class Texts:
         )
 
     @staticmethod
-    def joined(parts: Seq[Texts]) -> Texts:
+    def joined(parts: Sequence[Texts]) -> Texts:
         lengths = torch.cat([torch.tensor([0]), *(part.lengths for part in parts)])
         return Texts(
             tokens=torch.cat([part.tokens for part in parts]),
@@ -75,7 +74,7 @@ class Texts:
         """Tokens that are to be learnt."""
         return int((self.lengths - self.answers).sum())
 
-    def chosen(self, indices: Seq[int]) -> Texts:
+    def chosen(self, indices: Sequence[int]) -> Texts:
         return Texts.of(
             [
                 ((text := self.text(i).tolist())[: (at := int(self.answers[i]))], text[at:])
@@ -134,10 +133,10 @@ def _lines(path: Path) -> list[str]:
 
 def write_answers(
     llm: LLM,
-    prompts: Seq[Seq[int]],
+    prompts: Sequence[Sequence[int]],
     folder: Path,
     *,
-    sampling: Sampling,
+    sampling: SamplingParams,
     longest: int | None = None,
     part: tuple[int, int] = (1, 1),
     told: Callable[[int, int, int], None] = lambda done, of, tokens: None,
@@ -182,7 +181,7 @@ def write_texts(texts: Texts, folder: Path) -> None:
 
 
 def _noted_files(
-    folder: Path, model: Any, prompts: list[list[int]], sampling: Sampling, files: int
+    folder: Path, model: Any, prompts: list[list[int]], sampling: SamplingParams, files: int
 ) -> int:
     """How many files there are to be: as many as when it was begun, maybe with another batch. What
     they are answers to is noted; others may not be mixed with them."""

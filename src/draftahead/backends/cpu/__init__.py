@@ -1,0 +1,1 @@
+"""Forward passes by C++ kernels, in one call."""

@@ -1,0 +1,1 @@
+"""Forward passes by Triton kernels, or the model's own forward, as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""How much to draft, and when not to."""

@@ -1,0 +1,1 @@
+"""What flows through the engine: drafts, batches, verdicts, counts; and the device seam."""

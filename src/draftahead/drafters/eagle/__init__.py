@@ -1,0 +1,1 @@
+"""EAGLE-3 heads: the drafter, the head, its files, and how its forward is run."""

@@ -1,0 +1,58 @@
+"""The first layers of the target draft, with its own norm and head behind them (LayerSkip, Elhoushi
+et al., arXiv 2404.16710; Kangaroo, Liu et al., arXiv 2404.18911).
+
+Weights and keys are the target's. A trained adapter may stand between the last of these layers and
+the norm; without one the guesses are as good as the model's early layers happen to be, which is
+little unless it was trained for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftahead.core.types import Batch, Draft
+from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.early_exit.adapter import load_adapter
+from draftahead.drafters.registry import register
+from draftahead.drafters.self_draft import SelfDraft
+from draftahead.drafters.tree_builder import DEEPEST, TreeBuilder
+from draftahead.errors import ConfigError
+from draftahead.models.layer_subset import LayerSubset
+from draftahead.models.support import text_config
+
+
+@register("early_exit")
+class EarlyExit(Drafter):
+    def __init__(
+        self,
+        setting: DrafterContext,
+        *,
+        layers: int | None = None,
+        adapter: str | Path | None = None,
+        num_speculative_tokens: int | None = None,
+    ) -> None:
+        self.adaptive = num_speculative_tokens is None
+        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=DEEPEST)
+        self.grower = TreeBuilder(self.count)
+        self.runner = setting.target_runner("early_exit")
+        model = self.runner.model
+        most = int(text_config(model).num_hidden_layers)
+        if adapter is not None and not isinstance(adapter, str | Path):
+            raise ConfigError(f"drafter 'early_exit': {adapter!r} is no path of an adapter")
+        loaded = None if adapter is None else load_adapter(adapter, model)
+        usual = max(1, round(most / 3)) if loaded is None else loaded.config.layers
+        count = positive("layers", layers, most, usual)
+        if loaded is not None and count != usual:
+            raise ConfigError(
+                f"the exit adapter in {adapter} was trained after layer {usual}, not {count}: "
+                "leave 'layers' out"
+            )
+        tokens = None if loaded is None else loaded.tokens
+        self.part = LayerSubset(model, range(count), exit=loaded, tokens=tokens)
+
+    def propose(self, batch: Batch) -> Draft | None:
+        draft = SelfDraft(self.runner, self.part)
+        if self.adaptive:
+            return draft.grown(batch, self.grower)
+        draft.drawn(batch, self.count)
+        return None  # the dice hold the draft

@@ -1,0 +1,1 @@
+"""Medusa heads: the drafter, the heads and their files."""

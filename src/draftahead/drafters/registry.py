@@ -1,0 +1,83 @@
+"""The registry of drafters: names to classes, and a drafter from a configuration.
+
+A file or folder in this package registers itself by the decorator; it is imported when the first
+drafter is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from draftahead import drafters
+from draftahead.drafters.base import Drafter, DrafterContext
+from draftahead.errors import ConfigError, UnknownDrafterError, nearest
+
+_REGISTRY: dict[str, Callable[..., Drafter]] = {}
+_SYNONYMS: dict[str, str] = {}
+Maker = TypeVar("Maker", bound=Callable[..., Any])
+
+
+def register(name: str, *, synonyms: tuple[str, ...] = ()) -> Callable[[Maker], Maker]:
+    """Makes a class known by name. It is built as `cls(setting, **options)`; its keyword
+    parameters are the configuration keys that users may give."""
+
+    def add(maker: Maker) -> Maker:
+        _REGISTRY[name] = maker
+        _SYNONYMS.update(dict.fromkeys(synonyms, name))
+        return maker
+
+    return add
+
+
+@functools.cache
+def _load_all() -> None:
+    """Imports every drafter of this package, so that each has registered itself."""
+    for module in pkgutil.iter_modules(drafters.__path__):
+        importlib.import_module(
+            f"{drafters.__name__}.{module.name}" + (".drafter" if module.ispkg else "")
+        )
+
+
+def names() -> list[str]:
+    _load_all()
+    return sorted(_REGISTRY)
+
+
+def build(wanted: str | Mapping[str, Any] | Drafter, setting: DrafterContext) -> Drafter:
+    """A drafter from a name, a configuration with vLLM's keys, or a drafter itself."""
+    if isinstance(wanted, Drafter) and not isinstance(wanted, type):
+        return wanted
+    if isinstance(wanted, str):
+        wanted = {"method": wanted}
+    if not isinstance(wanted, Mapping):
+        raise ConfigError(
+            f"drafter must be a name, a configuration or an object with propose, learn and "
+            f"release, not {type(wanted).__name__}"
+        )
+    _load_all()
+    options = dict(wanted)
+    # vLLM lets a configuration with a model leave its method out.
+    name = options.pop("method", "draft_model" if "model" in options else None)
+    if name is None:
+        raise ConfigError(
+            f"the drafter's configuration needs 'method' (one of {', '.join(names())})"
+        )
+    name = str(name)
+    maker = _REGISTRY.get(_SYNONYMS.get(name, name))
+    if maker is None:
+        raise UnknownDrafterError(f"no drafter {name!r}{nearest(name, [*_REGISTRY, *_SYNONYMS])}")
+    known = [
+        key
+        for key, parameter in inspect.signature(maker).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    for key in options:
+        if key not in known:
+            hint = nearest(key, known) if known else " (it takes none)"
+            raise ConfigError(f"drafter {name!r} has no option {key!r}{hint}")
+    return maker(setting, **options)

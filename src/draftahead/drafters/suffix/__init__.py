@@ -1,0 +1,1 @@
+"""Suffix matching: trees of what followed the longest matching end of the text."""

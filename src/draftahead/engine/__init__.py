@@ -1,0 +1,1 @@
+"""The decoding loop: which sequences run, and one step over all of them."""

@@ -1,0 +1,1 @@
+"""The static KV cache, and the attention function that reads it."""

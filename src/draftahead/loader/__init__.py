@@ -1,0 +1,1 @@
+"""Finding and loading models: hub ids, folders, GGUF files, the embedded model."""

@@ -1,0 +1,116 @@
+"""Which models can be taken, and what must be known of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from draftahead.errors import ConfigError, UnsupportedModelError
+
+# Held to transformers' own generate, token by token, in tests/test_parity.py.
+TESTED = frozenset(
+    {"cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
+    | {"gpt_oss", "gptj", "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt"}
+    | {"phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
+)
+_LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+
+def text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def attention_configs(model: Any) -> list[Any]:
+    """Every configuration object that some layer reads its attention's name from."""
+    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
+
+
+def refuse_unsupported(model: Any) -> None:
+    name, config = type(model).__name__, text_config(model)
+    why = None
+    if getattr(model, "_is_stateful", False):
+        why = "keeps a recurrent state that cannot be rolled back"
+    elif getattr(model.config, "is_encoder_decoder", False):
+        why = "is an encoder-decoder model"
+    elif config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        why = "uses ALiBi, whose biases do not follow our positions"
+    elif unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS:
+        why = f"has layers of a kind that we cannot mask: {', '.join(sorted(unknown))}"
+    if why:
+        raise UnsupportedModelError(f"{name} {why}; speculation cannot be exact for it")
+    if model.training:
+        raise ConfigError(f"{name} is in training mode: call model.eval() first")
+
+
+def _rope(config: Any) -> list[dict[str, Any]]:
+    found = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested or [found]
+
+
+def context_limit(model: Any) -> int:
+    """How many positions the model can take. Beyond a dynamic RoPE's own length every pass
+    changes the frequencies, and with them what a draft or a batch mate may not touch."""
+    limit = int(getattr(text_config(model), "max_position_embeddings", None) or 0)
+    return limit if limit > 0 else 8192
+
+
+def chosen_context(limit: int, wanted: int | None) -> int:
+    if wanted is None:
+        return min(limit, 8192)  # a cache for more is asked for, not assumed
+    if not 1 <= wanted <= limit:
+        raise ConfigError(f"max_context must be 1 to {limit} for this model, not {wanted}")
+    return wanted
+
+
+def last_norm(model: Any) -> Any:
+    """What stands between the last layer and the head."""
+    body = model.get_decoder()
+    for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
+        found = getattr(body, name, None)
+        if found is not None:
+            return found
+    raise UnsupportedModelError(f"{type(model).__name__} has no last norm of a known name")
+
+
+def longrope_switch(model: Any) -> int | None:
+    """The length beyond which longrope takes its other set of frequencies."""
+    for rope in _rope(text_config(model)):
+        if rope.get("rope_type") == "longrope":
+            return int(rope["original_max_position_embeddings"])
+    return None
+
+
+@torch.inference_mode()
+def refuse_disagreeing(passes: Any) -> None:
+    """An architecture nobody tested here must agree with itself: chunked and through our
+    cache and mask as well as in one plain forward."""
+    if not passes.uses_interface:
+        raise UnsupportedModelError(
+            f"{type(passes.model).__name__} has an attention of its own that nobody has tested "
+            "with trees and ragged batches here"
+        )
+    generator = torch.Generator().manual_seed(0)
+    count = min(48, passes.max_context - 8)
+    ids = torch.randint(0, passes.vocabulary, (1, count), generator=generator)
+    own = passes.model(input_ids=ids.to(passes.device), use_cache=False).logits.float()
+    half = count // 2
+    passes.prefill(0, ids[0, :half].tolist())
+    # As a chain, over more slots than are used, and behind a branch that is not theirs.
+    chain = passes.run(ids[:, half:], live=count + 8).float().clone()
+    width = count - half + 1
+    parents = torch.tensor([[-1, 0, 0, *range(2, width - 1)]])
+    nodes = torch.cat([ids[:, half : half + 1], ids[:, :1], ids[:, half + 1 :]], 1)
+    branch = passes.run(nodes, parents=parents).float()
+    passes.cache.tokens_in[0].clear()
+    ours = torch.cat([chain, branch[:, :1], branch[:, 2:]], 1)
+    own = torch.cat([own[:, half:], own[:, half:]], 1)
+    gap = (own - ours).abs().max() / own.abs().max().clamp(min=1e-6)
+    bound = 1e-3 if passes.model.dtype in (torch.float32, torch.float64) else 0.1
+    if not gap <= bound:
+        raise UnsupportedModelError(
+            f"{type(passes.model).__name__} gives other logits with our cache and mask than by "
+            f"itself (by {float(gap):.1e} of their size): its attention is not one we know"
+        )

@@ -1,1 +1,0 @@
-"""How passes run fast: kernels of our own where they pay, torch's elsewhere."""

@@ -1,0 +1,103 @@
+"""Keyed noise: a hash of (sequence, purpose, position, token id), and draws by it.
+
+The noise is counter-based: the same on every device and whatever else is in the batch. A token is
+drawn by the Gumbel-max trick in its exponential form, argmin E/p, which is argmax(log p + g) with
+one logarithm less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftahead.core.types import SequenceState
+
+# splitmix64 (Steele, Lea, Flood 2014), written as the signed integers that torch has.
+_GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+_MASK = (1 << 64) - 1
+
+
+class RngStream(IntEnum):
+    """What a piece of noise is for. Streams are independent of each other."""
+
+    TARGET = 0  # the target's own token at a position: used once, when it is emitted
+    DRAFT = 1
+    COIN = 2
+
+
+class NodeContext(NamedTuple):
+    """Where a law is asked for: after the sequence so far and a drafted path below its root."""
+
+    sequence: SequenceState
+    path: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Index of the token that comes next."""
+        return len(self.sequence.tokens) + len(self.path)
+
+
+def _signed(x: int) -> int:
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _mix(x: Tensor) -> Tensor:
+    for shift, factor in ((30, _MIX_A), (27, _MIX_B)):
+        x = (x ^ ((x >> shift) & (_MASK >> shift))) * _signed(factor)
+    return x ^ ((x >> 31) & (_MASK >> 31))
+
+
+def rng_key(*parts: int) -> int:
+    """One 64-bit key from several integers; the order matters."""
+    key = 0
+    for part in parts:
+        x = (key + part * _GOLDEN + _GOLDEN) & _MASK
+        for shift, factor in ((30, _MIX_A), (27, _MIX_B)):
+            x = ((x ^ (x >> shift)) * factor) & _MASK
+        key = x ^ (x >> 31)
+    return _signed(key)
+
+
+def target_rng_key(context: NodeContext) -> int:
+    return rng_key(context.sequence.rng_key, RngStream.TARGET, context.position)
+
+
+def step_rng_key(stream: RngStream, context: NodeContext) -> int:
+    """For drafting and coins: a position may be drafted again in a later step, and what an
+    earlier step learnt of its noise must not tell. So the root is part of the key."""
+    root = len(context.sequence.tokens)
+    return rng_key(context.sequence.rng_key, stream, root, len(context.path))
+
+
+def small_tensor(values: Any, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A small tensor on a device, without waiting for it."""
+    found = torch.tensor(values, dtype=dtype)
+    return found if str(device) == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def uniforms(
+    keys: Sequence[int] | Tensor, count: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """[A] keys -> [A, count] float64 in the open interval (0, 1)."""
+    return uniforms_at(keys, torch.arange(count, dtype=torch.int64, device=device))
+
+
+def uniforms_at(keys: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
+    """The same, of some ids only: [A] keys, ids [K] or [A, K] -> [A, K]."""
+    keys = keys if isinstance(keys, Tensor) else small_tensor(keys, torch.int64, ids.device)
+    # 52 bits: with one more, the half that is added could round up to 1 itself.
+    bits = (_mix(keys[:, None] + ids * _signed(_GOLDEN)) >> 12) & (_MASK >> 12)
+    return (bits.to(torch.float64) + 0.5) * 2.0**-52
+
+
+def sample_gumbel(law: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
+    """Draws one token from each law: [A, V] -> [A]. An id of probability 0 never wins."""
+    arrival = -uniforms(keys, law.shape[-1], law.device).log() / law.to(torch.float64)
+    return arrival.argmin(-1)
