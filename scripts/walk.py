@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import draftahead
 from draftahead import LLM, SamplingParams
@@ -95,10 +96,10 @@ def record(model: str, drafter: str, batch: int, first_step: int) -> list[Call]:
         longest = max(longest, recorder.calls, key=len)
         return found
 
-    llm.engine.step = recorded_step  # type: ignore[method-assign]
     max_tokens = 8 * (first_step + RECORDED_STEPS)  # enough at up to 8 tokens a step
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    llm.generate([PROMPT] * batch, params)
+    with mock.patch.object(llm.engine, "step", recorded_step):
+        llm.generate([PROMPT] * batch, params)
     return longest
 
 
