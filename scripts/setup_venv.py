@@ -1,6 +1,7 @@
 """Makes the project's virtual environment, once, with the tested versions. Needs Python and pip.
 
-Used by demo.py and test.py beside it; both call `python()` and run with what it returns.
+demo.py and test.py beside it call `python()` and run what it returns. The hooks of
+.pre-commit-config.yaml run a tool of the environment: `python3 scripts/setup_venv.py ruff check`.
 """
 
 from __future__ import annotations
@@ -35,3 +36,8 @@ def python(extra: str = "") -> str:
             sys.exit("the installation failed; see pip's message above")
         stamp.touch()
     return str(interpreter)
+
+
+if __name__ == "__main__":
+    tool = Path(python("dev")).with_name(sys.argv[1])
+    sys.exit(subprocess.run([str(tool), *sys.argv[2:]], check=False).returncode)

@@ -1,21 +1,43 @@
-"""Sets everything up and runs all checks: lint, format, types, tests. Arguments go to pytest."""
+"""Sets everything up and runs all checks: lint, format, types, tests.
+
+    python3 scripts/test.py [--all] [arguments of pytest]
+
+Without --all: what CI runs on every push, under 10 minutes on 2 cores. With --all, as CI runs every
+night: the tests marked `slow` as well, coverage against its floor (pyproject.toml), and NIGHTLY.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from setup_venv import ROOT, python
 
+# Arguments of the interpreter, one command each.
+CHECKS = [
+    ["-m", "ruff", "check", "--quiet"],
+    ["-m", "ruff", "format", "--check", "--quiet"],
+    ["-m", "mypy", "--no-error-summary"],
+]
+# After the tests, with --all only: commands that take long and are no tests of pytest.
+NIGHTLY: list[list[str]] = []
+
+
+def commands(arguments: Sequence[str]) -> list[list[str]]:
+    everything = "--all" in arguments
+    for_pytest = [argument for argument in arguments if argument != "--all"]
+    pytest = ["-m", "pytest", "--quiet"]
+    if everything:
+        pytest += ["-m", "", "--durations=20"]  # overrides the "not slow" of pyproject.toml
+        if not for_pytest:  # a selection of tests is no measure of coverage
+            pytest += ["--cov", "--cov-report=term:skip-covered"]
+    return [*CHECKS, [*pytest, *for_pytest], *(NIGHTLY if everything else [])]
+
+
 if __name__ == "__main__":
-    run = [python("dev"), "-m"]
-    checks = [
-        ["ruff", "check", "--quiet"],
-        ["ruff", "format", "--check", "--quiet"],
-        ["mypy", "--no-error-summary"],
-        ["pytest", "--quiet", *sys.argv[1:]],
-    ]
-    for check in checks:
-        print(f"{' '.join(check)}", flush=True)
-        if code := subprocess.run([*run, *check], cwd=ROOT, check=False).returncode:
+    interpreter = python("dev")
+    for command in commands(sys.argv[1:]):
+        print(" ".join(command).removeprefix("-m "), flush=True)
+        if code := subprocess.run([interpreter, *command], cwd=ROOT, check=False).returncode:
             sys.exit(code)
