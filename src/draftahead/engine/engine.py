@@ -88,7 +88,9 @@ class Engine:
         if step.asked:
             self._learn(step, draft, verdict)
         kept = self.scheduler.update(step.batch, verdict, self._logprobs(step, verdict))
-        self._release_ended(step.batch)
+        for sequence in step.batch.sequences:
+            if sequence.finish_reason is not None:
+                self.release(sequence)
         step.timer.lap("other")
         try:
             if self._launches_ahead:
@@ -171,15 +173,9 @@ class Engine:
                 found[b] = token_logprobs(step.output.logits[b, nodes], contexts, tokens)
         return found
 
-    def _release_ended(self, batch: Batch) -> None:
-        for sequence in batch.sequences:
-            if sequence.finish_reason is not None:
-                sequence.detokenizer.flush()
-                self.release(sequence)
-
     def _record(self, step: InFlightStep, draft: Draft, verdict: Verdict, kept: list[int]) -> None:
         """Counts the step in each sequence's stats, and lets the policy observe it."""
-        timer, width = step.timer, draft.width
+        timer, width = step.timer, len(draft.tokens[0])
         for b, sequence in enumerate(step.batch.sequences):
             depths = tree.depths(draft.parents[b][: draft.num_nodes[b]])[1:] if width > 1 else []
             sequence.stats.add_step(depths, kept[b], width, timer.seconds["verify"])
@@ -218,6 +214,7 @@ class Engine:
 
     def release(self, sequence: SequenceState) -> None:
         """Frees what a sequence holds, whether it has ended or is given up."""
+        sequence.detokenizer.flush()
         if self._in_flight is not None and sequence in self._in_flight.batch.sequences:
             # Slots move: the forward under way is discarded and done again. It reads its inputs
             # until it has finished.
