@@ -18,7 +18,7 @@ from draftahead.backends.cpu.linear import round_linears
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.timing import TimerCache
 from draftahead.core import tree
-from draftahead.core.device import small_tensor
+from draftahead.core.device import device_of, small_tensor
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, SequenceState
 from draftahead.drafters.eagle.cpu import InputProjection, Pairs, cpu_entrance, cpu_kernels
@@ -42,7 +42,7 @@ class EagleRunner:
         c = head.config.layer
         keys, width = int(c.num_key_value_heads), head.config.width
         shapes = [LayerKVShape(keys, width, keys, width)] * int(c.num_hidden_layers)
-        is_rounded = self.device.type == "cpu" and build.library() is not None
+        is_rounded = device_of(self.device).is_cpu and build.library() is not None
         if is_rounded:
             round_linears(head.float())  # guesses may be rough: a quarter of the bytes to read
         kind = head.norm.weight.dtype
@@ -63,7 +63,7 @@ class EagleRunner:
         self._fill: GraphedPrefill | None = None
         self._states = target.cache.hidden  # that it was recorded with
         self._last = length - 1  # position that padding may point to
-        if self.device.type == "cuda":
+        if device_of(self.device).is_gpu:
             self._gpu = gpu_kernels(head, shape, self.cache, embed, self._turns, whole)
             self._fill = GraphedPrefill("the head", self._fill_pass, self.cache)
         self._entrance: InputProjection | None = None
