@@ -158,8 +158,9 @@ class Batch:
 @dataclass(frozen=True)
 class ForwardOutput:
     logits: Tensor  # [B, N, V], of the target, for the token after each node
-    best: Tensor | None = None  # [B, N] their argmax if a pass found it, -1 where not finite
-    top: Tensor | None = None  # [B, N, 4] the likeliest tokens, if a pass found them
+    argmax: Tensor | None = None  # [B, N] of the logits, if a pass found it, -1 where not finite
+    topk: Tensor | None = None  # [B, N, 4] the likeliest tokens, if a pass found them
+    hidden: Tensor | None = None
     draft: Draft | None = None  # what was scored: of what a drafter proposed, the part that pays
 
 

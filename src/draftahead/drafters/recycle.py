@@ -128,7 +128,7 @@ class Recycle(Drafter):
         draft = scores.draft
         if draft is None:
             return
-        found = scores.top
+        found = scores.topk
         if found is None:
             found = scores.logits.topk(min(KEPT, scores.logits.shape[-1])).indices
         tops = found.tolist()

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import Decoder
+from draftahead.backends.base import Backend
 from draftahead.backends.cpu.decoder import CpuDecoder
-from draftahead.backends.cpu.linear import Int8Linear, rows_of
+from draftahead.backends.cpu.linear import Int8Linear, output_subset
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
@@ -47,8 +47,10 @@ class LayerSubset:
         self.vocabulary = int(text_config(model).vocab_size)
         self._whole_head: Any = model.get_output_embeddings()
         self.tokens = tokens if type(self._whole_head) in (nn.Linear, Int8Linear) else None
-        self.head: Any = None if self.tokens is None else rows_of(self._whole_head, self.tokens)
-        self._kernels: tuple[Decoder | None, Decoder | None] = (None, None)
+        self.head: Any = (
+            None if self.tokens is None else output_subset(self._whole_head, self.tokens)
+        )
+        self._kernels: tuple[Backend | None, Backend | None] = (None, None)
         self._rest: tuple[Any, ...] | None = None  # of what a layer returns beside the states
 
     @property
@@ -58,12 +60,12 @@ class LayerSubset:
         own = sum(sizes[index] for index in self.layers) + _size(self.head or self._whole_head)
         return own / (sum(sizes) + _size(self._whole_head))
 
-    def decoder(self, whole: Decoder | None) -> Decoder | None:
+    def decoder(self, whole: Backend | None) -> Backend | None:
         """A pass over this part by our kernels, where `whole` is one of all the model by them."""
         if self._kernels[0] is not whole:
             own = None
             if isinstance(whole, CpuDecoder):
-                own = whole.part(self.layers, self.exit, self.head)
+                own = whole.layer_subset(self.layers, self.exit, self.head)
             self._kernels = whole, own
         return self._kernels[1]
 

@@ -11,21 +11,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftahead.backends.base import CacheSlice, Decoder, DeviceTree
-from draftahead.backends.cpu.decoder import MOST_ROWS
-from draftahead.backends.cpu.linear import SmallRowLinears
+from draftahead.backends.base import Backend, CacheSlice, DeviceTree
+from draftahead.backends.cpu.kernels import MAX_NODES
+from draftahead.backends.cpu.linear import SmallBatchLinears
 from draftahead.backends.cuda.compaction import GraphedCompaction
-from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.padding import Padding
 from draftahead.backends.fingerprint import WeightFingerprint
-from draftahead.backends.select import kernels_for, recording_of
+from draftahead.backends.select import select_backend
 from draftahead.core import tree
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
@@ -62,8 +62,8 @@ class ModelRunner:
         self.uses_interface = bool(model._can_set_attn_implementation())
         self._configs = support.attention_configs(model) if self.uses_interface else []
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._linears = SmallRowLinears(model)
-        self._decoder: Decoder | None = None
+        self._linears = SmallBatchLinears(model)
+        self._decoder: Backend | None = None
         self._fill: GraphedPrefill | None = None
         # [B, N] the first of the largest logits of the last pass, -1 where that is not finite;
         # None where the pass did not find it on its way.
@@ -90,7 +90,7 @@ class ModelRunner:
         if decoder is None or not decoder.scores_device_drafts or self.switch is not None:
             return False
         more = Padding.of(self.cache, 0, held, nodes, fixed=True)
-        return decoder.takes(texts + more.texts, nodes, True)
+        return decoder.supports(texts + more.texts, nodes, True)
 
     def watch(self, depths: Sequence[int]) -> None:
         """From now on every pass leaves in the cache what its nodes were after so many layers;
@@ -104,7 +104,7 @@ class ModelRunner:
         self._watched = tuple(sorted({*self._watched, *depths}))
         self.cache.watch(len(self._watched) * int(config.hidden_size))
         if self._decoder is not None:
-            self._decoder.watch(self._watched)
+            self._decoder.capture_hidden(self._watched)
         if self._fill is not None:
             self._fill.graphs.forget()
 
@@ -196,25 +196,25 @@ class ModelRunner:
         """The pass in another way than by the model's own forward, if there is one for it."""
         texts, nodes = tokens.shape
         more = Padding.of(
-            self.cache, place.first, held, nodes, fixed=isinstance(parents, DeviceTree)
+            self.cache, place.first_slot, held, nodes, fixed=isinstance(parents, DeviceTree)
         )
         decoder = self._decoder if part is None else part.decoder(self._decoder)
-        if decoder is not None and not decoder.takes(*more.size(texts, nodes), scored):
+        if decoder is not None and not decoder.supports(*more.size(texts, nodes), scored):
             more = Padding()  # without, it may still be few enough
-        if decoder is None or not decoder.takes(*more.size(texts, nodes), scored):
+        if decoder is None or not decoder.supports(*more.size(texts, nodes), scored):
             return None
-        idle = self.cache.tokens_in[place.first + texts :][: more.texts]
-        found = decoder.run(
+        idle = self.cache.tokens_in[place.first_slot + texts :][: more.texts]
+        found = decoder.forward(
             more.tokens(tokens),
             held + [len(row) for row in idle],
             more.parents(parents),
-            place=place._replace(live=place.live + more.nodes),
-            scored=scored,
+            cache_slice=place._replace(kv_len=place.kv_len + more.nodes),
+            with_logits=scored,
         )
         if found is None:
             return None
-        self.best = None if found.best is None else found.best[:texts, :nodes]
-        self.top = None if found.top is None else found.top[:texts, :nodes]
+        self.best = None if found.argmax is None else found.argmax[:texts, :nodes]
+        self.top = None if found.topk is None else found.topk[:texts, :nodes]
         return found.logits[:texts, :nodes]
 
     # longrope chooses its frequencies by the largest position in the pass: another set once a
@@ -291,7 +291,7 @@ class ModelRunner:
         self.cache.far[row] = far
         matched = self.cache.matched(row, tokens)
         del self.cache.tokens_in[row][matched:]
-        chunk = fixed or (MOST_ROWS if self.batch_invariant else PREFILL_CHUNK)
+        chunk = fixed or (MAX_NODES if self.batch_invariant else PREFILL_CHUNK)
         for start in range(matched, len(tokens), chunk):
             part = list(tokens[start : start + chunk])
             if fixed or not self._filled(row, part, start):
@@ -356,25 +356,34 @@ class ModelRunner:
         return calls
 
     @torch.inference_mode()
-    def _recognised(self, row: int = 0) -> Decoder | None:
+    def _recognised(self, row: int = 0) -> Backend | None:
         """Another way to run the model's passes, if there is one and it agrees with the model's own
         forward on a text and a tree."""
         self._binding = WeightFingerprint(self.model)
-        decoder = kernels_for(self.model, self.cache, self._calls) or self._recording()
         self._fill = None
-        found = self._checked(decoder, row)
+        found, self.backend_choice = select_backend(
+            self.model,
+            self.cache,
+            self._calls,
+            self._forward,
+            compiled=self.compiled,
+            long_rope_threshold=self.switch,
+            disagreement=partial(self._disagreement, row),
+        )
         # What can be recorded pass by pass can be for a prompt.
         if found is not None and self.device.type == "cuda":
             self._fill = GraphedPrefill(type(self.model).__name__, self._forward, self.cache)
             self.cache.mover = GraphedCompaction(self.cache).run
         if found is not None and self._watched:
-            found.watch(self._watched)
+            found.capture_hidden(self._watched)
         return found
 
-    def _checked(self, decoder: Decoder | None, row: int) -> Decoder | None:
+    def _disagreement(self, row: int, backend: Backend) -> str | None:
+        """Why a backend cannot be trusted with this model: one forward over a text and a tree, by
+        it and by the model itself."""
         count = min(self.max_context - 6, 24)
-        if decoder is None or count < 1:
-            return None
+        if count < 1:
+            return f"max_context {self.max_context} is too short for a comparison"
         generator = torch.Generator().manual_seed(0)
         text = torch.randint(0, self.vocabulary, (count,), generator=generator).tolist()
         self.prefill(row, text)
@@ -383,17 +392,13 @@ class ModelRunner:
         self._linears.enabled = False  # the model's very own arithmetic
         theirs = self.run(nodes, first=row, parents=parents).float()
         self._linears.enabled = True
-        self._decoder = decoder
+        self._decoder = backend
         ours = self.run(nodes, first=row, parents=parents).float()
         self._decoder = None
         self.cache.tokens_in[row].clear()
-        gap = (theirs - ours).norm() / theirs.norm().clamp(min=1e-6)
-        if gap < decoder.tolerance and decoder.takes(1, 6, True):
-            return decoder
-        if isinstance(decoder, CudaDecoder):  # the next best way
-            return self._checked(self._recording(), row)
+        gap = float((theirs - ours).norm() / theirs.norm().clamp(min=1e-6))
+        if not gap < backend.tolerance:
+            return f"its logits differ from the model's own forward by {gap:.1e}"
+        if not backend.supports(1, 6, True):
+            return "its first forward pass failed"
         return None
-
-    def _recording(self) -> Decoder | None:
-        forward, compiled = self._forward, self.compiled
-        return recording_of(self.model, self.cache, forward, compiled=compiled, switch=self.switch)

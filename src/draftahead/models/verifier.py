@@ -121,7 +121,7 @@ class Verifier:
             return ForwardOutput(torch.cat(alone), draft=draft)
         logits = self.runner.run(draft.tokens, parents=parents)
         passes = self.runner
-        return ForwardOutput(logits, passes.best, passes.top, draft)
+        return ForwardOutput(logits, passes.best, passes.top, draft=draft)
 
     def scores_device_drafts(self, draft: Draft, batch: Batch) -> bool:
         """Whether it can score trees that nobody has looked at."""

@@ -179,13 +179,13 @@ def _drawn_everywhere(draft: Draft, scores: ForwardOutput, batch: Batch) -> list
     if any(s.has_processors for s in batch.sequences):
         return None
     greedy = all(sequence.params.greedy for sequence in batch.sequences)
-    if scores.logits.device.type == "cpu" and not (greedy and scores.best is not None):
+    if scores.logits.device.type == "cpu" and not (greedy and scores.argmax is not None):
         return None  # no device to wait for
     if batch.exact == "replay" and not greedy:
         return None
     rows, width = draft.tokens.shape
-    if greedy and scores.best is not None:
-        return draft.read_with(scores.best)
+    if greedy and scores.argmax is not None:
+        return draft.read_with(scores.argmax)
     if greedy:
         best, chosen = scores.logits.max(-1)
         finite = best.isfinite()
