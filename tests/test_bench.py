@@ -205,10 +205,10 @@ def test_no_batch_size_finds_the_caches_of_another(
     def noted(first: LLM, *args: Any, **kwargs: Any) -> LLM:
         alive.append(sum(cache() is not None for cache in made))
         llm = sibling(first, *args, **kwargs)
-        made.append(weakref.ref(llm.engine.target.runner.cache))
+        made.append(weakref.ref(llm.engine.verifier.runner.cache))
         return llm
 
-    monkeypatch.setattr(LLM, "sibling", noted)
+    monkeypatch.setattr(LLM, "with_drafter", noted)
     arguments = ["bench", "--model", folder, "--prompts", "random", "--max-tokens", "4"]
     arguments += ["--batch", "2,3", "--repeats", "1", "--drafter", "lookup,auto"]
     assert run(monkeypatch, *arguments) == 0

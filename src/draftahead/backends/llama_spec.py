@@ -82,7 +82,7 @@ def llama_spec_of(
         _layer_spec(layer, cache, attention_options.get(i, {}))
         for i, layer in enumerate(body.layers)
     ]
-    head_dim, linears = cache.shapes[0].key_width, layers[0].linears
+    head_dim, linears = cache.shapes[0].key_dim, layers[0].linears
     return LlamaSpec(
         model=model,
         embed=body.embed_tokens,
@@ -110,7 +110,7 @@ def _require_uniform_cache(cache: KVCache) -> None:
     uniform = len(set(cache.shapes)) == 1
     require(uniform, "layers have different numbers of KV heads or head sizes")
     shape = cache.shapes[0]
-    same = shape.key_width == shape.value_width and shape.key_heads == shape.value_heads
+    same = shape.key_dim == shape.value_dim and shape.num_key_heads == shape.num_value_heads
     require(same, "keys and values have different shapes")
 
 
@@ -134,7 +134,7 @@ def _layer_spec(layer: Any, cache: KVCache, options: dict[str, Any]) -> LayerSpe
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         sliding_window=options.get("sliding_window") or 0,
-        scaling=options.get("scaling") or cache.shapes[0].key_width ** -0.5,
+        scaling=options.get("scaling") or cache.shapes[0].key_dim ** -0.5,
     )
 
 

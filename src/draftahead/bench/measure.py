@@ -127,7 +127,10 @@ def results_of(
 def modelled(outcomes: Sequence[Outcome], pass_ms: Callable[[int], float]) -> float:
     """What one text's passes take: their number by width, times the usual time of that width."""
     return median(
-        sum(count * pass_ms(nodes) for nodes, count in enumerate(outcome.stats.scored, start=1))
+        sum(
+            count * pass_ms(nodes)
+            for nodes, count in enumerate(outcome.stats.steps_by_nodes, start=1)
+        )
         for outcome in outcomes
     )
 
@@ -177,8 +180,8 @@ def _result(side: Side, task: str, groups: list[Group], plain: str) -> dict[str,
             "acceptance_rate": stats.acceptance_rate,
             "drafted_at": stats.drafted_at,
             "accepted_at": stats.accepted_at,
-            "steps_by_nodes": stats.scored,
-            "seconds_by_nodes": stats.scored_seconds,
+            "steps_by_nodes": stats.steps_by_nodes,
+            "seconds_by_nodes": stats.seconds_by_nodes,
             # Mates share a pass and its time; each sequence counted both for itself.
             "ms_per_pass": 1e3 * stats.verify_seconds / stats.steps,
             "ms_per_step": 1e3 * stats.decode_seconds / stats.steps,

@@ -54,15 +54,15 @@ def measure_rows(
     device, read = passes.device, reader(weight_bytes(passes.model), passes.device)
     context = max(1, min(context, passes.max_context - max(rows)))
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(0, passes.vocabulary, (context,), generator=generator).tolist()
+    text = torch.randint(0, passes.vocab_size, (context,), generator=generator).tolist()
     passes.prefill(0, text)
-    blocks = {n: torch.randint(0, passes.vocabulary, (1, n), generator=generator) for n in rows}
-    jobs: dict[Any, Callable[[], Any]] = {n: partial(passes.run, blocks[n]) for n in rows}
+    blocks = {n: torch.randint(0, passes.vocab_size, (1, n), generator=generator) for n in rows}
+    jobs: dict[Any, Callable[[], Any]] = {n: partial(passes.forward, blocks[n]) for n in rows}
     jobs["read"] = read
     if passes.max_context - context >= TREE:
-        nodes = torch.randint(0, passes.vocabulary, (1, TREE), generator=generator)
+        nodes = torch.randint(0, passes.vocab_size, (1, TREE), generator=generator)
         bushy = torch.tensor([[-1, *((node - 1) // 2 for node in range(1, TREE))]])
-        jobs["tree"] = partial(passes.run, nodes, parents=bushy)
+        jobs["tree"] = partial(passes.forward, nodes, parents=bushy)
     spent: dict[Any, list[float]] = {name: [] for name in jobs}
     for turn in range(repeats + 2):
         for name, job in jobs.items():

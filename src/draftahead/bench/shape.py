@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftahead.bench.rows import measure_rows
 from draftahead.bench.sides import Ours
+from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
-from draftahead.core.types import Batch, Draft, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError, nearest
 from draftahead.llm import LLM
@@ -155,15 +156,9 @@ class Known(Drafter):
         guesses = []
         for sequence, room in zip(batch.sequences, batch.max_depths, strict=True):
             answer = self.answers.get(sequence.request.prompt, [])
-            done = sequence.generated
+            done = sequence.num_generated
             guesses.append(answer[done : done + min(self.count, room)])
         return Draft.chains(batch.roots, guesses) if any(guesses) else None
-
-    def learn(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
-        pass
-
-    def release(self, sequence: SequenceState) -> None:
-        pass
 
 
 def sides_for(
@@ -192,7 +187,7 @@ def overheads(sides: list[Ours], results: list[dict[str, Any]], count: int) -> d
     """What was measured beside what the times of single passes predict."""
     draft_passes = sides[1].llm.engine.drafter.runner  # type: ignore[attr-defined]
     rows = tuple(sorted({1, 2, 4, count + 1, 8, 16, 32}))
-    curve = measure_rows(sides[0].llm.engine.target.runner, rows=rows, context=PROMPT + 64)
+    curve = measure_rows(sides[0].llm.engine.verifier.runner, rows=rows, context=PROMPT + 64)
     draft = measure_rows(draft_passes, rows=(1, 2), context=PROMPT + 64)
     target_ms = {row["rows"]: row["median_ms"] for row in curve["rows"]}
     draft_ms = {row["rows"]: row["median_ms"] for row in draft["rows"]}

@@ -85,7 +85,7 @@ def bench(
     report: dict[str, Any] = provenance() | {"model": model, "quantize": quantize}
     if rows:
         with options.progress_bar(notes, "T(rows)", 17) as step:
-            report |= measure_rows(first.engine.target.runner, progress=step)
+            report |= measure_rows(first.engine.verifier.runner, progress=step)
         console.print(rows_table(report))
     results: list[dict[str, Any]] = []
     for size in batches:
@@ -110,7 +110,7 @@ def bench(
         gc.collect()  # their caches, before the next size makes its own
     report["results"] = [row for row in results if "drafter" in row]
     report["peers"] = [row for row in results if "drafter" not in row]
-    report["peak_memory_bytes"] = peak_memory(first.engine.target.runner.device)
+    report["peak_memory_bytes"] = peak_memory(first.engine.verifier.runner.device)
     _keep(report, json_file, plot)
 
 
@@ -180,13 +180,13 @@ def groups_for(
     """The groups that all sides generate for, and the context that takes. No prompts: random."""
     from draftahead.bench.measure import context_for, grouped, random_groups
 
-    target, tokens = llm.engine.target, sampling.max_tokens or 0
+    target, tokens = llm.engine.verifier, sampling.max_tokens or 0
     if prompts is None:
         longest = max(1, target.max_context - tokens)
-        groups = random_groups(target.vocabulary, batch, limit or 16, longest)
+        groups = random_groups(target.vocab_size, batch, limit or 16, longest)
     else:
         groups = grouped(prompts, llm.encode, batch, limit)
-    return groups, context_for(groups, tokens, target.runner.limit)
+    return groups, context_for(groups, tokens, target.runner.model_context)
 
 
 def run(
@@ -226,7 +226,7 @@ def side(
     from draftahead.bench.sides import Ours
 
     lossless = name == "none" or not not_lossless
-    llm = first.sibling(drafter, max_batch=batch, max_context=context, lossless=lossless)
+    llm = first.with_drafter(drafter, max_batch=batch, max_context=context, lossless=lossless)
     return Ours(name, llm, batch)
 
 

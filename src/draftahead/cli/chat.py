@@ -21,7 +21,7 @@ def chat(
     draft_model: options.DraftModel = None,
     speculative_config: options.SpeculativeConfig = None,
     num_speculative_tokens: options.Tokens = None,
-    exact: options.Exact = "law",
+    exact: options.Exact = "distribution",
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,

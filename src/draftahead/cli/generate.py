@@ -30,7 +30,7 @@ def generate(
     draft_model: options.DraftModel = None,
     speculative_config: options.SpeculativeConfig = None,
     num_speculative_tokens: options.Tokens = None,
-    exact: options.Exact = "law",
+    exact: options.Exact = "distribution",
     not_lossless: options.NotLossless = False,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,

@@ -76,7 +76,7 @@ def build_llm(
     model: str,
     drafter: str | Mapping[str, Any],
     *,
-    exact: str = "law",
+    exact: str = "distribution",
     lossless: bool = True,
     dtype: str | None = None,
     device: str | None = None,

@@ -60,7 +60,7 @@ def tune(
     name = str(config.get("method", "draft_model"))
     report: dict[str, Any] = provenance() | {"model": model, "drafter": name, "batch": batch}
     with options.progress_bar(notes, "T(rows)", 17) as step:
-        report |= measure_rows(first.engine.target.runner, progress=step)
+        report |= measure_rows(first.engine.verifier.runner, progress=step)
     console.print(rows_table(report))
     groups, context = bench.groups_for(first, chosen, batch, limit, sampling)
     sides: list[Side] = [bench.side("none", first, {"method": "none"}, batch, context)]

@@ -16,7 +16,7 @@ UNFOLLOWED = (
 DEFAULT_MAX_TOKENS = 256  # where neither the user nor the model says
 
 
-def followed(asked: SamplingParams, model: Any, room: int, *, with_text: bool) -> SamplingParams:
+def filled(asked: SamplingParams, model: Any, room: int, *, with_text: bool) -> SamplingParams:
     """Unset fields follow the model's generation_config, and else do nothing."""
     config: Any = getattr(model, "generation_config", None)
 

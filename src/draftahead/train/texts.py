@@ -144,7 +144,7 @@ def write_answers(
     """Answers to all prompts of at most `longest` tokens, into files in `folder`; those that are
     there already are left as they are. `part` 2 of 3 does the second third of the files, so that
     several processes can share the work."""
-    whole, answer = llm.engine.target.max_context, sampling.max_tokens or 0
+    whole, answer = llm.engine.verifier.max_context, sampling.max_tokens or 0
     if answer >= whole:
         raise ConfigError(
             f"answers of {answer} tokens leave no room for prompts in a context of {whole}: lower "

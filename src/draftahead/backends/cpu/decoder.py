@@ -25,7 +25,7 @@ from draftahead.core import tree
 from draftahead.core.types import ForwardOutput
 from draftahead.kv.cache import KVCache
 
-Adapter = Callable[[Tensor], Tensor]
+ExitTransform = Callable[[Tensor], Tensor]  # hidden states before the final norm
 
 
 class CpuDecoder:
@@ -42,24 +42,23 @@ class CpuDecoder:
         self._capture_depths = torch.empty(0, dtype=torch.int64)
         # Hidden states of the last draft by the first layers of this model.
         self._lower_layers: LowerLayerCache | None = None
-        # Of a layer subset: the decoder of all layers; how many layers, if they are the first ones;
-        # what is applied to hidden states before the final norm.
+        # Of a layer subset: the decoder of all layers; how many layers, if they are the first ones.
         self._all_layers: CpuDecoder | None = None
         self._num_first_layers = 0
-        self._adapter: Adapter | None = None
+        self._exit_transform: ExitTransform | None = None
 
     def layer_subset(
-        self, layers: Sequence[int], adapter: Adapter | None, lm_head: Any
+        self, layers: Sequence[int], exit_transform: ExitTransform | None, lm_head: Any
     ) -> CpuDecoder:
-        """A decoder of some of the layers, over the same KV cache. `adapter` is applied before the
-        final norm; `lm_head` replaces the model's own, unless it is None."""
+        """A decoder of some of the layers, over the same KV cache. `exit_transform` is applied
+        before the final norm; `lm_head` replaces the model's own, unless it is None."""
         subset = copy.copy(self)
         subset._layers = (abi.DecoderLayer * len(layers))(*(self._layers[i] for i in layers))
         subset._model = self._layer_range(0, len(layers))
         subset._model.layers = ctypes.addressof(subset._layers)
         if lm_head is not None:
             subset._model.lm_head = weights_of(lm_head)
-        subset._adapter = adapter
+        subset._exit_transform = exit_transform
         subset._capture_depths = torch.empty(0, dtype=torch.int64)
         subset._all_layers = self
         is_first_layers = tuple(layers) == tuple(range(len(layers)))
@@ -110,7 +109,7 @@ class CpuDecoder:
             all_layers._lower_layers = lower.with_nodes(tokens.tolist(), parents, hidden)
         if captured is not None:
             entries = torch.tensor(kv_lens)[:, None] + torch.arange(num_nodes)
-            self._cache.store(captured.hidden, first_slot, entries)
+            self._cache.store_hidden(captured.hidden, first_slot, entries)
         if not with_logits:
             return ForwardOutput(outputs.logits)
         return ForwardOutput(outputs.logits, argmax=outputs.topk[..., 0], topk=outputs.topk)
@@ -196,12 +195,14 @@ class CpuDecoder:
             some, some_nodes = hidden[part], nodes.of_sequences(part)
             some_outputs = outputs and outputs.of_sequences(part)
             some_captured = captured and captured.of_sequences(part)
-            if self._adapter is None or some_outputs is None:
+            if self._exit_transform is None or some_outputs is None:
                 self._kernels.forward(model, some, some_nodes, some_outputs, captured=some_captured)
-            else:  # all layers, the adapter, then the final norm and LM head alone
+            else:  # the layers, the transform, then the final norm and LM head alone
                 self._kernels.forward(model, some, some_nodes, None, captured=some_captured)
-                adapted = self._adapter(some.clone()).contiguous()
-                self._kernels.forward(self._layer_range(0, 0), adapted, some_nodes, some_outputs)
+                transformed = self._exit_transform(some.clone()).contiguous()
+                self._kernels.forward(
+                    self._layer_range(0, 0), transformed, some_nodes, some_outputs
+                )
 
 
 def _moves(found: list[list[int]], first_slot: int) -> list[tuple[int, int, int]]:

@@ -165,7 +165,7 @@ def bind(spec: LlamaSpec, cache: KVCache) -> Binding:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         intermediate_size=spec.intermediate_size,
-        num_entries=cache.length,
+        num_entries=cache.num_entries,
         activation=spec.activation,
         final_norm=_norm(spec.final_norm),
         lm_head=weights_of(spec.lm_head),

@@ -60,7 +60,7 @@ class GraphedForward:
         live = SHORTEST
         while live < cache_slice.kv_len:
             live *= 2
-        cache_slice = cache_slice._replace(kv_len=min(live, self._cache.length))
+        cache_slice = cache_slice._replace(kv_len=min(live, self._cache.num_entries))
         body = partial(self._pass, cache_slice=cache_slice)
         found = self.graphs.over(
             cache_slice, body, tokens, kv_lens, parents, cache_slice.num_context_tokens
@@ -112,7 +112,7 @@ class GraphedPrefill:
     def run(self, row: int, tokens: Sequence[int], held: int, last_position: int) -> bool:
         """Tokens behind the first `held` of a row; False where the pass is for others."""
         nodes = max(FEWEST, power_of_two(len(tokens)))
-        live = min(max(SHORTEST, power_of_two(held + nodes)), self._cache.length)
+        live = min(max(SHORTEST, power_of_two(held + nodes)), self._cache.num_entries)
         is_new = (nodes, live) not in self._seen
         self._seen.add((nodes, live))
         if is_new or held + nodes > live or not self.graphs.works:
