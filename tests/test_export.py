@@ -15,7 +15,7 @@ from torch import Tensor
 
 import zoo
 from draftahead.backends.cpu import build
-from draftahead.backends.cpu.linear import quantize_model, round_linears
+from draftahead.backends.cpu.linear import quantize_model, quantize_linears
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.head import EagleHead, new_head
 from draftahead.drafters.early_exit.adapter import new_adapter
@@ -93,7 +93,7 @@ def test_a_head_that_was_rounded_is_written_as_numbers(tmp_path: Path) -> None:
     model = shaped("llama")
     head = new_head(model, torch.arange(3, 40, 3), depths=(1, 2))
     expected = {name: value.clone() for name, value in head.state_dict().items()}
-    assert round_linears(head)
+    assert quantize_linears(head)
     io.save(head, tmp_path, with_vocabulary=True)
     found = io.load(tmp_path, model).state_dict()
     assert found.keys() == expected.keys()

@@ -18,6 +18,7 @@ import transformers
 
 import draftahead
 from draftahead.backends.cpu import build
+from draftahead.backends.cpu.threads import num_threads
 from draftahead.core.device import device_of, gpu_name
 
 
@@ -81,7 +82,7 @@ def reader(size: int, device: torch.device) -> Callable[[], object]:
     library = build.library() if device_of(device).is_cpu else None
     if library is not None:
         data = torch.randn(max(size // 4, 1))
-        return lambda: library.draftahead_read(data.data_ptr(), data.numel(), build.threads())
+        return lambda: library.draftahead_read_memory(data.data_ptr(), data.numel(), num_threads())
     # A copy reads half of the bytes and writes the others: on a GPU the way to move most.
     source = torch.randn(max(size // 8, 1), device=device)
     to = torch.empty_like(source)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftahead.drafters.eagle import io
+from draftahead.drafters.eagle import io, screening
 from draftahead.drafters.eagle.head import EagleHead
-from draftahead.drafters.eagle.screening import fitted
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.loop import Acceptance
 from draftahead.train.losses import law_over, side_by_side, soft_cross_entropy, walked
@@ -91,7 +90,7 @@ class EagleTask:
 
     def save(self, folder: Path) -> None:
         if self._moments is not None:
-            self.head.shortlist = fitted(self._moments, self.head.lm_head.weight.float())
+            self.head.screening = screening.fit(self._moments, self.head.lm_head.weight.float())
         io.save(
             self.head,
             folder,
