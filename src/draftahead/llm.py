@@ -19,7 +19,8 @@ from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.engine.engine import Engine
 from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError, nearest
-from draftahead.loader import generation_config, hub
+from draftahead.loader import embedded, generation_config, hub
+from draftahead.loader.progress import ProgressCallback, no_progress
 from draftahead.models.verifier import Verifier
 from draftahead.sampling.accept import AcceptanceRule
 
@@ -62,7 +63,7 @@ class LLM:
         quantize: Literal["int8"] | None = None,
         compile: bool = False,
         trust_remote_code: bool = False,
-        report: hub.Report = hub.silent,
+        report: ProgressCallback = no_progress,
         _load: Load | None = None,
     ) -> None:
         if not isinstance(model, str | Path) and not hasattr(model, "config"):
@@ -78,7 +79,11 @@ class LLM:
 
         def load(name: str) -> tuple[Any, Any]:
             loaded, its_tokenizer = hub.load(
-                name, dtype=dtype, device=device, trust_remote_code=trust_remote_code, report=report
+                name,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                progress=report,
             )
             if quantize is not None:
                 report(f"rounding {name} to {quantize}")
@@ -106,11 +111,11 @@ class LLM:
             max_batch=max_batch,
             max_context=target.max_context,
             load=self._load,
-            successors=hub.successors_of(model),
-            head=hub.head_of(model),
+            successors=embedded.successors_of(model),
+            head=embedded.head_of(model),
             target=target.runner,
         )
-        generation_config.warn_of_unfollowed(model)
+        generation_config.warn_unsupported(model)
         self.engine = Engine(
             target,
             registry.build(drafter, setting),
@@ -284,8 +289,8 @@ class LLM:
                 + self._larger_context_hint()
             )
         with_text = self.tokenizer is not None
-        sampling = generation_config.followed(
-            asked, self.model, context - len(ids), with_text=with_text
+        sampling = generation_config.with_model_defaults(
+            asked, self.model, context - len(ids), has_tokenizer=with_text
         )
         if len(ids) + (sampling.max_tokens or 0) > context:
             raise ContextLengthError(
@@ -311,7 +316,9 @@ class LLM:
             params=sampling,
             seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
             eos_token_ids=frozenset(
-                i for i in generation_config.end_ids(self.model, self.tokenizer) if i < vocabulary
+                i
+                for i in generation_config.eos_token_ids(self.model, self.tokenizer)
+                if i < vocabulary
             ),
             bad_word_ids=banned,
             reuse=reuse,
