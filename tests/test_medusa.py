@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zoo
+from command_line import run
 from draftahead import LLM, SamplingParams, errors
 from draftahead.backends.cpu.linear import quantize_model
 from draftahead.core.detokenizer import Detokenizer

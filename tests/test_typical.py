@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from command_line import run
 
 import zoo
+from command_line import run
 from draftahead import LLM, Draft, SamplingParams, errors
 from draftahead.bench.report import results_table
 from draftahead.core.types import Batch, ForwardOutput
@@ -166,7 +166,16 @@ def test_generate_says_it_in_red(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    common = ("generate", "w5 w6", "--model", model_folder, "--max-tokens", "4", "--drafter", "lookup")
+    common = (
+        "generate",
+        "w5 w6",
+        "--model",
+        model_folder,
+        "--max-tokens",
+        "4",
+        "--drafter",
+        "lookup",
+    )
     for extra in ((), ("--stats",), ("--json",), ("--explain",)):
         assert run(*common, *extra) == 0
         assert "not lossless" not in capsys.readouterr().err
@@ -186,7 +195,17 @@ def test_bench_says_it_in_red(
     tmp_path: Path,
 ) -> None:
     file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
-    common = ("bench", "--model", model_folder, "--drafter", "lookup", "--limit", "1", "--repeats", "1")
+    common = (
+        "bench",
+        "--model",
+        model_folder,
+        "--drafter",
+        "lookup",
+        "--limit",
+        "1",
+        "--repeats",
+        "1",
+    )
     more = ("--max-tokens", "4", "--prompts", "random", "--json", str(file))
     assert run(*common, *more, "--not-lossless", "--plot", str(picture)) == 0
     assert "lookup, not lossless" in capsys.readouterr().out
