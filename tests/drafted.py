@@ -55,7 +55,7 @@ class Clairvoyant(Drafter):
     def propose(self, batch: Batch) -> Draft | None:
         trees = []
         for sequence in batch.sequences:
-            answer = self.answers[sequence.request.prompt][sequence.generated :][:4]
+            answer = self.answers[sequence.request.prompt][sequence.num_generated :][:4]
             tree: list[tuple[int, int]] = []
             at = 0
             for token in answer:

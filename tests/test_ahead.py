@@ -13,8 +13,8 @@ from draftahead import LLM, DrafterFaultWarning, SamplingParams
 from draftahead.backends.base import DeviceTree
 from draftahead.backends.cuda.graphs import NodeInputs
 from draftahead.backends.cuda.padding import Padding
-from draftahead.core.draft import CONFIDENCE_SCALE, DeviceDraft
-from draftahead.core.types import Batch, Draft
+from draftahead.core.draft import CONFIDENCE_SCALE, DeviceDraft, Draft
+from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter
 from draftahead.kv.cache import KVCache, LayerKVShape
 from draftahead.models.runner import ModelRunner
@@ -58,7 +58,7 @@ def test_a_stream_that_is_dropped_leaves_its_mate_alone(target: Any, drafter: st
         for _ in range(steps):
             next(dropped)
         dropped.close()
-        assert llm.engine._flight is None  # what was under way had another row in it
+        assert llm.engine._in_flight is None  # what was under way had another row in it
         tokens = first.token_ids + [token for piece in kept for token in piece.token_ids]
         assert tokens == expected
     assert not llm.engine.scheduler.running
@@ -69,7 +69,7 @@ def test_a_request_may_come_while_a_pass_is_under_way(target: Any) -> None:
     alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in PROMPTS[:2]]
     one = llm.stream(PROMPTS[0], GREEDY)
     tokens = next(one).token_ids
-    assert llm.engine._flight is not None
+    assert llm.engine._in_flight is not None
     assert llm.generate([PROMPTS[1]], GREEDY)[0].token_ids == alone[1]
     tokens += [token for piece in one for token in piece.token_ids]
     assert tokens == alone[0]
@@ -164,7 +164,7 @@ def scores_device_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
             tokens, parents = planted(tokens, parents)
         return run(self, tokens, parents=parents, **options)
 
-    monkeypatch.setattr(ModelRunner, "run", unseen)
+    monkeypatch.setattr(ModelRunner, "forward", unseen)
     monkeypatch.setattr(ModelRunner, "scores_device_drafts", lambda *_: True)
 
 
@@ -184,7 +184,7 @@ def test_trees_nobody_has_looked_at_change_no_text(
         assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
         assert drafter.steps
         texts = [prompt + out.token_ids for prompt, out in zip(PROMPTS, outs, strict=True)]
-        for held in llm.engine.target.runner.cache.tokens_in:  # what it may be reused for
+        for held in llm.engine.verifier.runner.cache.tokens_in:  # what it may be reused for
             assert any(text[: len(held)] == held for text in texts)
         if isinstance(other, Clairvoyant) and not spoils:
             assert sum(out.stats.accepted for out in outs) > sum(out.stats.steps for out in outs)
@@ -209,8 +209,8 @@ def test_only_trees_on_the_batchs_roots_are_read_ahead(target: Any) -> None:
     for roots, nodes, reads in ((batch.roots, 4, True), ([1, 2], 4, False), (batch.roots, 65, 0)):
         trees = torch.zeros(2, 3, nodes, dtype=torch.int64)
         draft = Draft.from_device(DeviceDraft(roots, trees, Still()))
-        assert llm.engine.target.scores_device_drafts(draft, batch) == reads
-    assert not llm.engine.target.scores_device_drafts(Draft.nothing(batch.roots), batch)
+        assert llm.engine.verifier.scores_device_drafts(draft, batch) == reads
+    assert not llm.engine.verifier.scores_device_drafts(Draft.root_only(batch.roots), batch)
 
 
 def test_a_row_that_is_no_tree_counts_as_its_root() -> None:
@@ -223,7 +223,7 @@ def test_a_row_that_is_no_tree_counts_as_its_root() -> None:
     draft = Draft.from_device(DeviceDraft([5, 8], trees, Still()))
     assert draft.read_with(torch.tensor([[3], [4]])) == [[3], [4]]
     assert draft.num_nodes == [3, 1]
-    assert draft.host_tokens == [[5, 6, 7], [8, 8, 8]] and draft.host_parents == [
+    assert draft.tokens == [[5, 6, 7], [8, 8, 8]] and draft.parents == [
         [-1, 0, 1],
         [-1, 0, 0],
     ]
@@ -237,10 +237,10 @@ def test_what_is_kept_moves_when_somebody_looks() -> None:
     moves: list[Any] = []
     caches[1].mover = lambda slots: bool(moves.append(slots))
     for cache in caches:
-        for number, stored in enumerate(cache.stored()):
+        for number, stored in enumerate(cache.tensors()):
             stored.copy_(torch.arange(stored.numel()).view(stored.shape) + 1000 * number)
         cache.tokens_in = [[1, 2, 3], [4]]
-        cache.keep([[0, 2, 5], [0, 1]], [[5, 6, 7], [8, 9]])
+        cache.commit([[0, 2, 5], [0, 1]], [[5, 6, 7], [8, 9]])
     assert not moves
     lazy = caches[1]
     assert [lazy.physical_entry(0, slot) for slot in range(7)] == [0, 1, 2, 3, 5, 8, 6]
@@ -258,7 +258,7 @@ def test_what_is_kept_moves_when_somebody_looks() -> None:
 def test_keys_that_were_being_moved_when_it_stopped_are_not_believed(target: Any) -> None:
     """Neither by the next text with that beginning, nor by the one that goes on."""
     llm = ahead(target, "none")
-    engine, cache = llm.engine, llm.engine.target.runner.cache
+    engine, cache = llm.engine, llm.engine.verifier.runner.cache
     plain = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
     sequence = engine.add(llm._request(PROMPTS[0], GREEDY))[0]
     for _ in range(3):
@@ -269,12 +269,12 @@ def test_keys_that_were_being_moved_when_it_stopped_are_not_believed(target: Any
         raise KeyboardInterrupt
 
     last = len(cache.tokens_in[0]) - 1
-    cache.mover, cache._unmoved = interrupted, {(0, last - 1): last}
+    cache.compactor, cache._unmoved = interrupted, {(0, last - 1): last}
     with pytest.raises(KeyboardInterrupt):
-        cache.settle()
+        cache.flush()
     assert len(cache.tokens_in[0]) == last - 1
-    cache.mover = None
-    for stored in cache.stored():
+    cache.compactor = None
+    for stored in cache.tensors():
         stored[:, 0, :, last - 1 :] = 7.0
     while sequence.finish_reason is None:
         engine.step()
@@ -283,7 +283,7 @@ def test_keys_that_were_being_moved_when_it_stopped_are_not_believed(target: Any
 
 def test_padding_that_a_pass_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded up where the decoder takes it, as it is where it takes only that."""
-    passes = ModelRunner(wide(), max_batch=1, max_context=90, spare=64)
+    passes = ModelRunner(wide(), max_batch=1, max_context=90, scratch_entries=64)
     decoder = passes._decoder
     if decoder is None:
         pytest.skip("no compiler")
@@ -298,7 +298,7 @@ def test_padding_that_a_pass_has_no_room_for_is_left_out(monkeypatch: pytest.Mon
             return run(decoder, tokens, *args, **options)
 
         monkeypatch.setattr(decoder, "run", noted)
-        assert passes.run(torch.tensor([[1, 2, 3, 4, 5]])).shape[1] == 5
+        assert passes.forward(torch.tensor([[1, 2, 3, 4, 5]])).shape[1] == 5
         assert seen == {8: [8], 6: [5], 4: []}[most]
 
 

@@ -15,7 +15,7 @@ from draftahead.control.promises import AT_FIRST, RETRY, TRIES, Costly, Promise,
 from draftahead.control.rates import Calibration
 from draftahead.core.types import Batch
 from draftahead.drafters.auto import Auto, Guess, paths, union
-from draftahead.drafters.base import sound
+from draftahead.drafters.base import validated
 from draftahead.sampling.draft_sampler import RecordedDraftSampler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -62,8 +62,10 @@ def test_trees_are_laid_over_each_other(
         assert below <= confidence[node] + 1e-9
     draft = Draft.trees([9], [[(g.token, g.parent) for g in chosen]], [confidence[1:]])
     (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(llm._request([9], GREEDY))
-    batch = Batch((sequence,), (99,), RecordedDraftSampler([sequence], [99], zoo.VOCABULARY, "law"))
-    assert sound(draft, batch, zoo.VOCABULARY).confidence is not None
+    batch = Batch(
+        (sequence,), (99,), RecordedDraftSampler([sequence], [99], zoo.VOCABULARY, "distribution")
+    )
+    assert validated(draft, batch, zoo.VOCABULARY).confidence is not None
 
 
 def test_both_saying_so_counts_for_more_than_one() -> None:
@@ -117,7 +119,7 @@ class Price:
 
 
 def batch_of_one(price: Price | None) -> Batch:
-    return Batch((None,), (9,), None, "law", price)  # type: ignore[arg-type]
+    return Batch((None,), (9,), None, "distribution", price)  # type: ignore[arg-type]
 
 
 def test_a_costly_drafter_is_asked_where_it_pays() -> None:

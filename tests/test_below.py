@@ -28,7 +28,7 @@ CHAIN = torch.tensor([[50, 51, 52], [60, 61, 62]])
 
 
 def filled(model: Any, texts: list[list[int]] = TEXTS) -> ModelRunner:
-    passes = ModelRunner(model, max_batch=4, max_context=64, spare=16)
+    passes = ModelRunner(model, max_batch=4, max_context=64, scratch_entries=16)
     for row, text in enumerate(texts, start=1):
         passes.prefill(row, text)
     return passes
@@ -86,10 +86,10 @@ def test_the_same_bits_as_a_whole_pass(name: str, done_below: list[int]) -> None
     for trial in range(12):
         part = LayerSubset(model, range(1 + trial % 3), exit=None if trial % 2 else _spoiled)
         tokens, parents = random_trees(dice, 2 + trial % 7)
-        drafted.run(tokens, first=1, parents=parents, part=part)
+        drafted.forward(tokens, first_slot=1, parents=parents, layers=part)
         tokens, parents = random_trees(dice, 1 + (5 * trial) % 8)
-        found = drafted.run(tokens, first=1, parents=parents)
-        expected = fresh.run(tokens, first=1, parents=parents)
+        found = drafted.forward(tokens, first_slot=1, parents=parents)
+        expected = fresh.forward(tokens, first_slot=1, parents=parents)
         width = tokens.shape[1]
         assert same(everything(drafted, found, width), everything(fresh, expected, width))
         assert drafted.best is not None and torch.equal(drafted.best, expected.argmax(-1))
@@ -107,33 +107,37 @@ def test_a_chain_fed_token_by_token(name: str, done_below: list[int]) -> None:
     drafted, fresh, part = filled(model), filled(model), LayerSubset(model, (0, 1))
     chain = torch.arange(50, 78).view(2, 14)
     for ahead in range(13):
-        drafted.run(chain[:, ahead : ahead + 1], first=1, part=part, ahead=ahead)
-    found = drafted.run(chain, first=1)
+        drafted.forward(chain[:, ahead : ahead + 1], first_slot=1, layers=part, offset=ahead)
+    found = drafted.forward(chain, first_slot=1)
     assert done_below == [1]  # the last token, which was only guessed
-    assert same(everything(drafted, found, 14), everything(fresh, fresh.run(chain, first=1), 14))
+    assert same(
+        everything(drafted, found, 14), everything(fresh, fresh.forward(chain, first_slot=1), 14)
+    )
 
 
 def test_rows_of_which_one_was_guessed_otherwise(done_below: list[int]) -> None:
     model = shaped("llama")
     drafted, fresh, part = filled(model), filled(model), LayerSubset(model, (0, 1))
-    drafted.run(CHAIN, first=1, part=part)
+    drafted.forward(CHAIN, first_slot=1, layers=part)
     other = CHAIN.clone()
     other[1, 1] = 13
-    found = drafted.run(other, first=1)
+    found = drafted.run(other, first_slot=1)
     assert done_below == [2]
-    assert same(everything(drafted, found, 3), everything(fresh, fresh.run(other, first=1), 3))
+    assert same(everything(drafted, found, 3), everything(fresh, fresh.run(other, first_slot=1), 3))
 
 
 VOID: dict[str, Callable[[ModelRunner, Any], object]] = {
-    "another pass": lambda passes, model: passes.run(torch.tensor([[1, 2, 3, 4]] * 2), first=1),
-    "a pass of another row": lambda passes, model: passes.run(torch.tensor([[1]])),
+    "another pass": lambda passes, model: passes.forward(
+        torch.tensor([[1, 2, 3, 4]] * 2), first_slot=1
+    ),
+    "a pass of another row": lambda passes, model: passes.forward(torch.tensor([[1]])),
     "another part": lambda passes, model: passes.run(
-        CHAIN, first=1, part=LayerSubset(model, (0, 2))
+        CHAIN, first_slot=1, layers=LayerSubset(model, (0, 2))
     ),
     "rows that changed places": lambda passes, model: passes.cache.swap_slots(1, 2),
     "a row that was copied": lambda passes, model: passes.cache.copy_slot(1, 2),
     "a row that was forgotten": lambda passes, model: passes.cache.clear_slot(2),
-    "tokens that were kept": lambda passes, model: passes.cache.keep([[0]], [[50]], first=1),
+    "tokens that were kept": lambda passes, model: passes.cache.commit([[0]], [[50]], first_slot=1),
     "tokens that were kept, and dropped again": lambda passes, model: _kept_and_dropped(passes),
     "a text cut short": lambda passes, model: passes.cache.tokens_in[1].pop(),
     "another text": lambda passes, model: passes.cache.tokens_in[1].__setitem__(0, 77),
@@ -142,7 +146,7 @@ VOID: dict[str, Callable[[ModelRunner, Any], object]] = {
 
 
 def _kept_and_dropped(passes: ModelRunner) -> None:
-    passes.cache.keep([[0, 2]], [[50, 52]], first=1)
+    passes.cache.commit([[0, 2]], [[50, 52]], first_slot=1)
     del passes.cache.tokens_in[1][-2:]
 
 
@@ -156,9 +160,9 @@ def _replace(passes: ModelRunner, model: Any) -> None:
 def test_what_makes_it_void(what: str, done_below: list[int]) -> None:
     model = shaped("llama")
     passes = filled(model)
-    passes.run(CHAIN, first=1, part=LayerSubset(model, (0, 1)))
+    passes.forward(CHAIN, first_slot=1, layers=LayerSubset(model, (0, 1)))
     VOID[what](passes, model)
-    passes.run(CHAIN, first=1)
+    passes.forward(CHAIN, first_slot=1)
     assert not done_below
 
 
@@ -168,13 +172,13 @@ def test_rows_that_look_alike_are_not_taken_for_each_other(
 ) -> None:
     model = shaped("llama")
     passes, part = filled(model, [[5, 6], [5, 6], [5, 6]]), LayerSubset(model, (0, 1))
-    passes.run(CHAIN, first=1, part=part)
-    passes.run(CHAIN, first=2)
+    passes.forward(CHAIN, first_slot=1, layers=part)
+    passes.forward(CHAIN, first_slot=2)
     if change == "clear_slot":
         passes.cache.tokens_in[2].clear()
-    passes.run(CHAIN, first=1, part=part)
+    passes.forward(CHAIN, first_slot=1, layers=part)
     getattr(passes.cache, change)(*((2,) if change == "clear_slot" else (1, 2)))
-    passes.run(CHAIN, first=1)
+    passes.forward(CHAIN, first_slot=1)
     assert not done_below
 
 
@@ -182,24 +186,24 @@ def test_rows_that_look_alike_are_not_taken_for_each_other(
 def test_other_rows_are_another_affair(first: int, done_below: list[int]) -> None:
     model = shaped("llama")
     passes = filled(model)
-    passes.run(CHAIN, first=1, part=LayerSubset(model, (0, 1)))
-    passes.run(CHAIN, first=first)
-    passes.run(CHAIN, first=1, part=LayerSubset(model, (0, 1)))
-    passes.run(CHAIN[:1], first=1)
+    passes.forward(CHAIN, first_slot=1, layers=LayerSubset(model, (0, 1)))
+    passes.forward(CHAIN, first_slot=first)
+    passes.forward(CHAIN, first_slot=1, layers=LayerSubset(model, (0, 1)))
+    passes.forward(CHAIN[:1], first_slot=1)
     assert not done_below
 
 
 def test_a_chain_that_follows_nothing_is_not_noted(done_below: list[int]) -> None:
     model = shaped("llama")
     passes, part = filled(model), LayerSubset(model, (0, 1))
-    passes.run(CHAIN, first=1, part=part, ahead=1)
-    passes.run(CHAIN, first=1)
-    passes.run(CHAIN, first=1, parents=torch.tensor([[-1, 0, 0]] * 2), part=part)
-    passes.run(CHAIN[:, :1], first=1, part=part, ahead=3)  # behind a tree: no chain
-    passes.run(CHAIN, first=1)
-    passes.run(CHAIN[:, :1], first=1, part=LayerSubset(model, (0,)))
-    passes.run(CHAIN[:, 1:], first=1, part=part, ahead=1)  # behind fewer layers
-    passes.run(CHAIN, first=1)
+    passes.forward(CHAIN, first_slot=1, layers=part, offset=1)
+    passes.forward(CHAIN, first_slot=1)
+    passes.forward(CHAIN, first_slot=1, parents=torch.tensor([[-1, 0, 0]] * 2), layers=part)
+    passes.forward(CHAIN[:, :1], first_slot=1, layers=part, offset=3)  # behind a tree: no chain
+    passes.forward(CHAIN, first_slot=1)
+    passes.forward(CHAIN[:, :1], first_slot=1, layers=LayerSubset(model, (0,)))
+    passes.forward(CHAIN[:, 1:], first_slot=1, layers=part, offset=1)  # behind fewer layers
+    passes.forward(CHAIN, first_slot=1)
     assert not done_below
 
 
@@ -208,8 +212,8 @@ def test_a_root_that_is_not_finite_shows(done_below: list[int]) -> None:
     model = shaped("llama")
     drafted, fresh = filled(model), filled(model)
     model.get_input_embeddings().weight[50] = torch.nan
-    drafted.run(CHAIN, first=1, part=LayerSubset(model, (0, 1, 2)))
-    found, expected = drafted.run(CHAIN, first=1), fresh.run(CHAIN, first=1)
+    drafted.forward(CHAIN, first_slot=1, layers=LayerSubset(model, (0, 1, 2)))
+    found, expected = drafted.forward(CHAIN, first_slot=1), fresh.forward(CHAIN, first_slot=1)
     assert done_below == [0] and expected[0].isnan().all() and not expected[1].isnan().any()
     assert torch.equal(found.isnan(), expected.isnan()) and torch.equal(found[1], expected[1])
 
@@ -217,11 +221,11 @@ def test_a_root_that_is_not_finite_shows(done_below: list[int]) -> None:
 def test_states_that_are_watched_come_from_whole_passes(done_below: list[int]) -> None:
     model = shaped("llama")
     passes, part = filled(model), LayerSubset(model, (0, 1))
-    passes.watch((1,))
+    passes.capture_hidden((1,))
     for row, text in enumerate(TEXTS, start=1):
         passes.prefill(row, text)
-    passes.run(CHAIN, first=1, part=part)
-    passes.run(CHAIN, first=1)
+    passes.forward(CHAIN, first_slot=1, layers=part)
+    passes.forward(CHAIN, first_slot=1)
     assert not done_below
 
 

@@ -191,8 +191,8 @@ def test_a_draft_models_tree_follows_its_own_probabilities() -> None:
     draft, _ = tree_of(llm, prompt, GREEDY)
     assert draft.confidence is not None
     tokens, parents, confidence = (
-        draft.host_tokens[0],
-        draft.host_parents[0],
+        draft.tokens[0],
+        draft.parents[0],
         [1.0, *draft.confidence[0]],
     )
     assert len(tokens) > 5 and not draft.is_chain
@@ -215,9 +215,9 @@ def test_a_guided_draft_model_knows_the_noise() -> None:
     llm = LLM(target, {"method": "draft_model", "model": target})
     draft, _ = tree_of(llm, [1, 2, 3], warm)
     at, trunk = 0, []
-    while children := [n for n in range(1, draft.num_nodes[0]) if draft.host_parents[0][n] == at]:
+    while children := [n for n in range(1, draft.num_nodes[0]) if draft.parents[0][n] == at]:
         at = children[0]  # the heaviest
-        trunk.append(draft.host_tokens[0][at])
+        trunk.append(draft.tokens[0][at])
     assert trunk and trunk == text[: len(trunk)]
 
 

@@ -164,7 +164,7 @@ def test_what_was_missed_is_made_up_for(kernels: bool, monkeypatch: pytest.Monke
         if steps % 4 == 0 and llm.engine.scheduler.running:
             batch = llm.engine._batch()
             able = [True] * len(batch.sequences)
-            fresh.runner = type(drafter.runner)(drafter.head, llm.engine.target.runner, 3, 17)
+            fresh.runner = type(drafter.runner)(drafter.head, llm.engine.verifier.runner, 3, 17)
             with torch.inference_mode():
                 for one in (drafter, fresh):
                     one.runner.catch_up(batch.sequences, able)
@@ -316,11 +316,11 @@ def test_trees_grown_by_the_kernels_are_the_growers(
     assert told[0].levels == drafter.grower.levels - levels
     assert ours is not None and theirs is not None and sum(ours.num_nodes) > 12
     if max_depths == [9, 9, 9]:  # as deep as trees may be, or not
-        assert (max(max(tree.depths(row)) for row in ours.host_parents) == 8) == (sure > 1)
-    assert (ours.num_nodes, ours.host_tokens, ours.host_parents) == (
+        assert (max(max(tree.depths(row)) for row in ours.parents) == 8) == (sure > 1)
+    assert (ours.num_nodes, ours.tokens, ours.parents) == (
         theirs.num_nodes,
-        theirs.host_tokens,
-        theirs.host_parents,
+        theirs.tokens,
+        theirs.parents,
     )
     for one, other in zip(ours.confidence or [], theirs.confidence or [], strict=True):
         assert one == pytest.approx(other, rel=1e-3)

@@ -214,7 +214,7 @@ def test_nan_in_the_prompt_is_an_error_not_a_text(kernels: bool) -> None:
         model.get_input_embeddings().weight[poison] = torch.nan
     llm = LLM(model, drafter="lookup", max_batch=2)
     if not kernels:
-        llm.engine.target.runner._decoder = None
+        llm.engine.verifier.runner._decoder = None
     outs = llm.generate([[3, poison, 5], clean], GREEDY, errors="return")
     assert isinstance(outs[0].error, errors.NonFiniteLogitsError)
     assert outs[1].token_ids == expected

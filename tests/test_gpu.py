@@ -65,10 +65,10 @@ def test_compiled_layers_say_the_same(name: str) -> None:
     model, prompts = tiny(name), zoo.ragged_prompts(2)
     answers = [zoo.reference(model, prompt, 24) for prompt in prompts]
     llm = LLM(model, {"method": "lookup", "num_speculative_tokens": 3}, max_batch=2, compile=True)
-    assert isinstance(llm.engine.target.runner._decoder, GraphedForward)
+    assert isinstance(llm.engine.verifier.runner._decoder, GraphedForward)
     outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
     assert [out.token_ids for out in outs] == answers
-    assert llm.engine.target.runner._decoder.graphs.works
+    assert llm.engine.verifier.runner._decoder.graphs.works
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -94,9 +94,9 @@ def test_what_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.randn(4, device="cuda").isfinite().all()
     other = LLM(tiny("llama"), "lookup", max_batch=2)
-    assert isinstance(other.engine.target.runner._decoder, GraphedForward)
+    assert isinstance(other.engine.verifier.runner._decoder, GraphedForward)
     other.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
-    assert other.engine.target.runner._decoder.graphs.works
+    assert other.engine.verifier.runner._decoder.graphs.works
 
 
 # ------------------------------------------------------------------- our kernels and CUDA graphs
@@ -142,9 +142,11 @@ def test_kernels_are_as_near_the_truth_as_the_models_own_forward(
     kind: str, dtype: torch.dtype, live: int | None
 ) -> None:
     model = shaped(kind, dtype)
-    passes = ModelRunner(model, max_batch=3, max_context=1700, spare=64)
+    passes = ModelRunner(model, max_batch=3, max_context=1700, scratch_entries=64)
     assert isinstance(passes._decoder, CudaDecoder)
-    exact = ModelRunner(shaped(kind, dtype).double(), max_batch=3, max_context=1700, spare=64)
+    exact = ModelRunner(
+        shaped(kind, dtype).double(), max_batch=3, max_context=1700, scratch_entries=64
+    )
     exact._decoder = None
     generator = torch.Generator().manual_seed(1)
     lengths = [1, 70, 300] if live is None else [1, 257, 1500]
@@ -160,18 +162,18 @@ def test_kernels_are_as_near_the_truth_as_the_models_own_forward(
         (40, None),
     ):
         tokens = torch.randint(0, 300, (3, nodes), generator=generator)
-        truth = exact.run(tokens, parents=parents)
+        truth = exact.forward(tokens, parents=parents)
         passes._decoder = None
-        theirs = error(passes.run(tokens, parents=parents), truth)
+        theirs = error(passes.forward(tokens, parents=parents), truth)
         passes._decoder = decoder
-        ours = error(passes.run(tokens, parents=parents, live=live), truth)
+        ours = error(passes.forward(tokens, parents=parents, kv_len=live), truth)
         assert ours < 1.3 * theirs + 1e-3, (nodes, ours, theirs)
 
 
 def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
     """A text fed in steps, with guesses that are dropped, ends with the logits of one pass."""
     model = shaped("llama", torch.bfloat16)
-    passes = ModelRunner(model, max_batch=2, max_context=512, spare=64)
+    passes = ModelRunner(model, max_batch=2, max_context=512, scratch_entries=64)
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(0, 300, (60,), generator=generator).tolist()
     for row in range(2):
@@ -181,14 +183,14 @@ def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
         right = text[at : at + 3]
         wrong = torch.randint(0, 300, (2, 4), generator=generator)
         nodes = torch.cat([torch.tensor([right, right]), wrong], 1)
-        passes.run(nodes)
-        passes.cache.keep([range(len(right))] * 2, [right] * 2)
+        passes.forward(nodes)
+        passes.cache.commit([range(len(right))] * 2, [right] * 2)
         at += 3
-    last = passes.run(torch.tensor([[7], [7]]))[:, 0].float()
+    last = passes.forward(torch.tensor([[7], [7]]))[:, 0].float()
     passes.cache.tokens_in[0].clear()
     passes.prefill(0, text)
     passes._decoder = None
-    once = passes.run(torch.tensor([[7]]))[0, 0].float()
+    once = passes.forward(torch.tensor([[7]]))[0, 0].float()
     assert torch.equal(last[0], last[1])
     gap = error(last[0], once.double())
     assert gap < 0.05, gap
@@ -196,28 +198,32 @@ def test_accepted_keys_stay_and_the_rest_is_overwritten() -> None:
 
 def test_a_text_that_grows_through_all_lengths() -> None:
     """The attention cuts a text in other ways as it grows; each cut has a graph of its own."""
-    passes = ModelRunner(shaped("llama", torch.bfloat16), max_batch=1, max_context=2000, spare=64)
+    passes = ModelRunner(
+        shaped("llama", torch.bfloat16), max_batch=1, max_context=2000, scratch_entries=64
+    )
     decoder, generator = passes._decoder, torch.Generator().manual_seed(1)
     text = torch.randint(0, 300, (2000,), generator=generator).tolist()
     block = torch.tensor([text[:3]])
     for length in (1, 62, 63, 64, 65, 130, 250, 500, 510, 900, 1020, 1023, 1026, 1500, 1900):
         passes.prefill(0, text[:length])
         passes._decoder = None
-        theirs = passes.run(block).double().clone()
+        theirs = passes.forward(block).double().clone()
         passes._decoder = decoder
-        assert error(passes.run(block), theirs) < 0.15, length
+        assert error(passes.forward(block), theirs) < 0.15, length
         assert passes.best is not None
-        assert torch.equal(passes.best, passes.run(block).argmax(-1))
+        assert torch.equal(passes.best, passes.forward(block).argmax(-1))
 
 
 def test_graphs_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = ModelRunner(shaped("llama", torch.bfloat16), max_batch=1, max_context=512, spare=64)
+    passes = ModelRunner(
+        shaped("llama", torch.bfloat16), max_batch=1, max_context=512, scratch_entries=64
+    )
     assert isinstance(passes._decoder, CudaDecoder)
     graphs = passes._decoder.graphs
     graphs.most = 3
-    before = [passes.run(torch.full((1, n), 5)).clone() for n in range(1, 9)]
+    before = [passes.forward(torch.full((1, n), 5)).clone() for n in range(1, 9)]
     assert len(graphs) == 3
-    after = [passes.run(torch.full((1, n), 5)).clone() for n in range(1, 9)]
+    after = [passes.forward(torch.full((1, n), 5)).clone() for n in range(1, 9)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -255,7 +261,7 @@ def test_replay_in_half_precision_with_our_kernels(drafter: str, sampling: Sampl
     model = shaped("qwen3", torch.bfloat16)
     prompts = [[p % 300 for p in prompt] for prompt in zoo.ragged_prompts(3)]
     plain = LLM(model, "none", exact="replay", max_batch=3)
-    assert isinstance(plain.engine.target.runner._decoder, CudaDecoder)
+    assert isinstance(plain.engine.verifier.runner._decoder, CudaDecoder)
     drafted = LLM(model, ALL[drafter](model), exact="replay", max_batch=3)
     texts = [[o.token_ids for o in llm.generate(prompts, sampling)] for llm in (plain, drafted)]
     assert texts[0] == texts[1]

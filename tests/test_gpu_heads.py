@@ -13,7 +13,7 @@ import zoo
 from draftahead import LLM, SamplingParams
 from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.hf_graph import GraphedForward
-from draftahead.core.types import Draft
+from draftahead.core.draft import Draft
 from draftahead.drafters.eagle.cuda import Plan
 from draftahead.drafters.eagle.drafter import Eagle
 from draftahead.drafters.tree_builder import TreeBuilder, likeliest_part
@@ -43,20 +43,20 @@ def is_greedy(model: Any, prompt: list[int], said: list[int]) -> None:
 def test_states_are_those_of_the_models_own_forward(recorded: bool) -> None:
     """Watched before and after passes were recorded; chains and trees; kept paths."""
     model = tiny("gemma2", torch.float32) if recorded else shaped("qwen3", torch.bfloat16)
-    passes = ModelRunner(model, max_batch=2, max_context=100, spare=64)
+    passes = ModelRunner(model, max_batch=2, max_context=100, scratch_entries=64)
     kind = GraphedForward if recorded else CudaDecoder
     assert isinstance(passes._decoder, kind)
     passes.prefill(0, [5, 6, 7])
-    passes.run(torch.tensor([[8, 9]]))  # recorded without states
-    passes.watch((1, 3))
-    passes.watch((2,))
+    passes.forward(torch.tensor([[8, 9]]))  # recorded without states
+    passes.capture_hidden((1, 3))
+    passes.capture_hidden((2,))
     text = list(range(20, 50))
     for row in range(2):
         passes.prefill(row, text)
     tree = torch.tensor([[-1, 0, 0, 1, 1, 2, 3]] * 2)
     tokens = torch.tensor([[8, 9, 10, 11, 12, 13, 14]] * 2)
-    passes.run(tokens, parents=tree)
-    passes.cache.keep([[0, 1, 4], [0, 2, 5]], [[8, 9, 12], [8, 10, 13]])
+    passes.forward(tokens, parents=tree)
+    passes.cache.commit([[0, 1, 4], [0, 2, 5]], [[8, 9, 12], [8, 10, 13]])
     assert passes._decoder is not None and passes._decoder.graphs.works
     for row, path in enumerate(([8, 9, 12], [8, 10, 13])):
         ids = torch.tensor([text + path], device="cuda")
@@ -82,7 +82,7 @@ def test_trees_grown_by_the_device_are_the_growers(
     """Up to guesses that are as likely as others, after one pair and after several."""
     from draftahead.drafters.eagle.head import EagleHead, new_head
 
-    monkeypatch.setattr("draftahead.drafters.tree_builder.LEAST", 0.0)
+    monkeypatch.setattr("draftahead.drafters.tree_builder.MIN_CONFIDENCE", 0.0)
     model = shaped("llama", torch.float16)
     spoken = torch.arange(0, 300, 2)
     torch.manual_seed(1)
@@ -95,7 +95,7 @@ def test_trees_grown_by_the_device_are_the_growers(
         head.tokens.copy_(spoken)
     for parameter in head.parameters():
         parameter.normal_(float(parameter.ndim == 1), 0.12)
-    head.lm_head.weight.mul_(3)  # a flat law would leave the Grower's shortlist
+    head.lm_head.weight.mul_(3)  # a flat law would leave the TreeBuilder's shortlist
     llm = LLM(model, {"method": "eagle", "model": head.half()}, max_batch=3)
     drafter = llm.engine.drafter
     assert isinstance(drafter, Eagle) and drafter.ahead
@@ -123,7 +123,7 @@ def test_trees_grown_by_the_device_are_the_growers(
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
     found: list[tuple[int, ...]] = [()]
     for node in range(1, draft.num_nodes[row]):
-        found.append((*found[draft.host_parents[row][node]], draft.host_tokens[row][node]))
+        found.append((*found[draft.parents[row][node]], draft.tokens[row][node]))
     return set(found)
 
 
@@ -203,11 +203,11 @@ def test_prompts_are_filled_by_recordings(kind: str) -> None:
     model = tiny("gemma2", torch.float32) if kind == "recorded" else shaped("llama", torch.bfloat16)
     both = []
     for recorded in (False, True):
-        passes = ModelRunner(model, max_batch=3, max_context=100, spare=64)
+        passes = ModelRunner(model, max_batch=3, max_context=100, scratch_entries=64)
         assert passes._fill is not None
         if not recorded:
             passes._fill = None
-        passes.watch((1, 2))
+        passes.capture_hidden((1, 2))
         for row, length in ((0, 5), (1, 37), (2, 39), (0, 60), (1, 88)):
             passes.prefill(row, [(7 * row + 3 * i) % 90 for i in range(length)])
         if passes._fill is not None:

@@ -34,7 +34,8 @@ def target() -> Any:
 @pytest.fixture(scope="module")
 def plain(target: Any) -> dict[str, LLM]:
     return {
-        exact: LLM(target, drafter="none", exact=exact, max_batch=3) for exact in ("law", "replay")
+        exact: LLM(target, drafter="none", exact=exact, max_batch=3)
+        for exact in ("distribution", "replay")
     }
 
 
@@ -52,7 +53,7 @@ def test_the_matrix_knows_every_registered_drafter() -> None:
 def test_greedy(name: str, batch: int, target: Any, plain: dict[str, LLM]) -> None:
     prompts = zoo.ragged_prompts(batch)
     llm = LLM(target, drafter=ALL[name](target), max_batch=3)
-    assert texts(llm, GREEDY, prompts) == texts(plain["law"], GREEDY, prompts)
+    assert texts(llm, GREEDY, prompts) == texts(plain["distribution"], GREEDY, prompts)
 
 
 @pytest.mark.usefixtures("generous_policy")
@@ -77,7 +78,7 @@ def test_sampled_guesses_that_are_certain(
     the policy guides are such: what it decides by the clock never decides what the text is."""
     prompts = zoo.ragged_prompts(3)
     llm = LLM(target, drafter=ALL[name](target), max_batch=3)
-    assert texts(llm, sampling, prompts) == texts(plain["law"], sampling, prompts)
+    assert texts(llm, sampling, prompts) == texts(plain["distribution"], sampling, prompts)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gpt2", "deepseek_v3", "falcon"])

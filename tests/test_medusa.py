@@ -96,7 +96,7 @@ def test_an_outlook_over_a_draft_vocabulary(penalty: float) -> None:
     """Noise and penalties go by the target's ids, whatever the place in the draft vocabulary."""
     request = Request((3, 50), SamplingParams(temperature=0.9, repetition_penalty=penalty), seed=1)
     sequence = SequenceState(request, 0, 0, 7, [3, 50], Detokenizer(lambda ids: ""))
-    dice = RecordedDraftSampler([sequence], [4], zoo.VOCABULARY, "law")
+    dice = RecordedDraftSampler([sequence], [4], zoo.VOCABULARY, "distribution")
     tokens = torch.randperm(zoo.VOCABULARY, generator=torch.Generator().manual_seed(0))[:30]
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
     paths = [(), (9,)]
@@ -231,4 +231,4 @@ def test_a_tree_that_came_along_is_the_default(tmp_path: Path) -> None:
     out = llm.generate([1, 2], GREEDY)[0]
     assert len(out.stats.drafted_at) == 2  # no deeper than the tree
     assert out.stats.mean_acceptance_length > 2.5
-    assert max(n for n, steps in enumerate(out.stats.scored, start=1) if steps) <= 4
+    assert max(n for n, steps in enumerate(out.stats.steps_by_nodes, start=1) if steps) <= 4

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from draftahead.core.types import Batch, Draft, ForwardOutput
+from draftahead.core.draft import Draft
+from draftahead.core.types import Batch, ForwardOutput
 from draftahead.sampling import accept, processors
 from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import NodeContext
 from test_rules import PLAIN, SETTINGS, sibling_trees
-from toy import VOCABULARY, World, add_step, distance, sequence_law
+from toy import VOCABULARY, World, add_step, distance, drafted_distribution
 
 Patch = tuple[Any, str, Callable[..., Any]]
 CAUGHT = 1e-3  # total variation; a right rule stays under 1e-12
@@ -43,7 +44,7 @@ def _interior_at_the_end(p: Any, q: Any, tokens: Any, lengths: Any) -> Any:
 
 
 REAL_ACCEPTANCE = accept.block_keep_probabilities
-REAL_LAW = processors.probs_of
+REAL_PROBS = processors.probs_of
 
 BLOCK_MUTANTS: dict[str, Patch] = {
     "token residual in block verification": (
@@ -85,7 +86,9 @@ def error(rule: accept.AcceptanceRule, setting: str = "plain", **options: Any) -
     found = []
     for seed in (1, 3, 4):
         world = World(seed, SETTINGS[setting])
-        found.append(distance(sequence_law(world, 3, rule, **options), world.text_law(4)))
+        found.append(
+            distance(drafted_distribution(world, 3, rule, **options), world.output_distribution(4))
+        )
     return max(found)
 
 
@@ -109,7 +112,7 @@ def test_sibling_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) ->
         world, found = World(seed, PLAIN), {}
         for probability, draft in sibling_trees(world):
             add_step(found, probability, draft, world, world.sequence(), "block", 4)
-        errors.append(distance(found, world.text_law(4)))
+        errors.append(distance(found, world.output_distribution(4)))
     assert max(errors) > CAUGHT
 
 
@@ -119,7 +122,7 @@ def test_top_one_treated_as_sampled_is_caught(rule: accept.AcceptanceRule) -> No
 
 
 def _drop_unlikely(draft: Draft) -> Draft:
-    """Cuts the chain before the first token that its own law found unlikely."""
+    """Cuts the chain before the first token that its own probs found unlikely."""
     assert draft.probs is not None
     size = draft.num_nodes[0]
     for node in range(1, size):
@@ -149,7 +152,7 @@ def test_penalties_from_the_prefix_alone_are_caught(
     """The node's own path must count, not only the text before the draft."""
 
     def blind(logits: torch.Tensor, contexts: list[NodeContext]) -> torch.Tensor:
-        return REAL_LAW(logits, [NodeContext(context.sequence) for context in contexts])
+        return REAL_PROBS(logits, [NodeContext(context.sequence) for context in contexts])
 
     monkeypatch.setattr(accept, "probs_of", blind)
     assert error(rule, "penalties") > CAUGHT
@@ -160,7 +163,7 @@ def test_bonus_token_without_processors_is_caught(
     rule: accept.AcceptanceRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def bare_after_drafts(logits: torch.Tensor, contexts: list[NodeContext]) -> torch.Tensor:
-        probs = REAL_LAW(logits, contexts)
+        probs = REAL_PROBS(logits, contexts)
         bare = logits.softmax(-1)
         deep = torch.tensor([[len(context.path) == 3] for context in contexts])
         return torch.where(deep, bare, probs)
@@ -170,23 +173,25 @@ def test_bonus_token_without_processors_is_caught(
 
 
 def accepts_the_impossible() -> bool:
-    """Whether verify lets a token through that the target never says, at a coin of exactly 0."""
+    """Whether a token of probability 0 is accepted at a random number of exactly 0."""
     world = World(1, PLAIN)
-    law = world.law(())
-    impossible = int((law == 0).nonzero()[0])
+    target_probs = world.probs(())
+    impossible = int((target_probs == 0).nonzero()[0])
     sequence = world.sequence()
     draft = Draft.chains([world.prompt[-1]], [[impossible]])
     probs = torch.full((1, 2, VOCABULARY), 1 / VOCABULARY)
     draft = Draft(draft.tokens, draft.parents, draft.num_nodes, probs)
-    batch = Batch((sequence,), (1,), RecordedDraftSampler([sequence], [0], VOCABULARY, "law"))
+    batch = Batch(
+        (sequence,), (1,), RecordedDraftSampler([sequence], [0], VOCABULARY, "distribution")
+    )
     paths = [world.prompt, (*world.prompt, impossible)]
     scores = ForwardOutput(torch.stack([world.logits("target", path) for path in paths])[None])
-    found = [accept.verify(draft, scores, batch, rule).tokens[0] for rule in ("block", "token")]
+    found = [accept.accept(draft, scores, batch, rule)[0].tokens[0] for rule in ("block", "token")]
     return any(tokens[0] == impossible for tokens in found)
 
 
 def test_coin_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accept, "uniforms", lambda keys, n, device: torch.zeros(len(keys), n))
     assert not accepts_the_impossible()
-    monkeypatch.setattr(accept, "coin", lambda chance, uniform: uniform <= chance)
+    monkeypatch.setattr(accept, "accepts", lambda probability, uniform: uniform <= probability)
     assert accepts_the_impossible()

@@ -29,7 +29,7 @@ KINDS = ["llama_kernels", "mistral_kernels", "gpt2", "gemma2", "falcon", "qwen3_
 
 
 def filled(model: Any) -> ModelRunner:
-    passes = ModelRunner(model, max_batch=3, max_context=64, spare=16)
+    passes = ModelRunner(model, max_batch=3, max_context=64, scratch_entries=16)
     for row, text in enumerate(TEXTS, start=1):
         passes.prefill(row, text)
     return passes
@@ -65,7 +65,9 @@ def test_the_first_layers_and_the_head(kind: str) -> None:
     assert passes.batch_invariant == kind.endswith("_kernels")
     for count in (1, 2):
         part = LayerSubset(model, range(count))
-        logits = passes.run(torch.tensor(TREE), first=1, parents=torch.tensor(PARENTS), part=part)
+        logits = passes.forward(
+            torch.tensor(TREE), first_slot=1, parents=torch.tensor(PARENTS), layers=part
+        )
         for row, node, text in paths():
             states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[count]
             expected = head_of(model, states[0, -1])
@@ -78,9 +80,9 @@ def test_all_layers_are_the_model_itself(kind: str) -> None:
     model = model_of(kind)
     passes = filled(model)
     nodes, parents = torch.tensor(TREE), torch.tensor(PARENTS)
-    whole = passes.run(nodes, first=1, parents=parents).clone()
+    whole = passes.forward(nodes, first_slot=1, parents=parents).clone()
     part = LayerSubset(model, range(model.config.num_hidden_layers))
-    assert torch.equal(passes.run(nodes, first=1, parents=parents, part=part), whole)
+    assert torch.equal(passes.forward(nodes, first_slot=1, parents=parents, layers=part), whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +92,7 @@ def test_layers_in_between_are_left_out(kind: str) -> None:
     model = model_of(kind)
     passes = filled(model)
     nodes = torch.tensor([row[:1] for row in TREE])
-    found = passes.run(nodes, first=1, part=LayerSubset(model, (0, 2))).clone()
+    found = passes.forward(nodes, first_slot=1, layers=LayerSubset(model, (0, 2))).clone()
     body = model.get_decoder()
     layer = (body.h if hasattr(body, "h") else body.layers)[1]
 
@@ -116,9 +118,9 @@ def test_a_chain_that_goes_on_behind_the_rows(kind: str) -> None:
     model = model_of(kind)
     passes, part = filled(model), LayerSubset(model, (0, 1))
     nodes = torch.tensor(TREE)
-    together = passes.run(nodes, first=1, part=part).clone()
+    together = passes.forward(nodes, first_slot=1, layers=part).clone()
     for at in range(nodes.shape[1]):
-        alone = passes.run(nodes[:, at : at + 1], first=1, part=part, ahead=at)
+        alone = passes.forward(nodes[:, at : at + 1], first_slot=1, layers=part, offset=at)
         assert torch.allclose(alone[:, 0], together[:, at], rtol=1e-4, atol=1e-4)
     assert [len(held) for held in passes.cache.tokens_in] == [0, *map(len, TEXTS)]
 
@@ -131,15 +133,15 @@ def test_an_exit_and_a_smaller_vocabulary(kind: str) -> None:
         quantize_model(model)
     passes, nodes, ids = filled(model), torch.tensor(TREE), torch.tensor([3, 90, 17, 41])
     doubled = LayerSubset(model, (0, 1), exit=lambda states: -2 * states)
-    whole = passes.run(nodes, first=1, part=doubled).clone()
-    plain = passes.run(nodes, first=1, part=LayerSubset(model, (0, 1))).clone()
+    whole = passes.forward(nodes, first_slot=1, layers=doubled).clone()
+    plain = passes.forward(nodes, first_slot=1, layers=LayerSubset(model, (0, 1))).clone()
     # The last norm takes the factor away, but for the sign.
     near = {"rtol": 1e-2, "atol": 2e-2}
     if kind in ("llama_kernels", "int8"):
         assert torch.allclose(whole, -plain, **near)
     assert not torch.allclose(whole, plain, **near)
     part = LayerSubset(model, (0, 1), exit=lambda states: -2 * states, tokens=ids)
-    few, best = passes.run(nodes, first=1, part=part), passes.best
+    few, best = passes.forward(nodes, first_slot=1, layers=part), passes.best
     assert torch.allclose(few, whole[..., ids], rtol=1e-4, atol=1e-4)
     scatter_to_vocab, best = part.scatter_to_vocab(few, best)
     assert torch.equal(scatter_to_vocab[..., ids], few)
@@ -160,17 +162,17 @@ def test_nothing_stays_behind(kind: str) -> None:
     guess that is not finite poisons nobody. (The root is no guess: see below.py.)"""
     model = model_of(kind)
     passes = filled(model)
-    passes.watch((1,))
+    passes.capture_hidden((1,))
     for row, text in enumerate(TEXTS, start=1):
         passes.prefill(row, text)
-    assert passes.cache.states is not None
-    states = passes.cache.states.clone()
+    assert passes.cache.hidden is not None
+    states = passes.cache.hidden.clone()
     nodes = torch.tensor(TREE)
     model.get_input_embeddings().weight[nodes[0, 1 if passes.batch_invariant else 0]] = torch.nan
     part = LayerSubset(model, (0, 1), exit=lambda states: states + 1, tokens=torch.tensor([1, 2]))
-    passes.run(nodes, first=1, part=part)
-    passes.run(nodes[:, :2].flip(1), first=1, part=part, ahead=2)
-    assert torch.equal(states, passes.cache.states)
+    passes.forward(nodes, first_slot=1, layers=part)
+    passes.forward(nodes[:, :2].flip(1), first_slot=1, layers=part, offset=2)
+    assert torch.equal(states, passes.cache.hidden)
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.isfinite(t).all() for t in [*passes.cache.keys, *passes.cache.values])
     assert [list(held) for held in passes.cache.tokens_in] == [[], *TEXTS]
@@ -181,15 +183,17 @@ def test_weights_that_are_replaced_are_noticed() -> None:
     model = shaped("llama")
     passes, part = filled(model), LayerSubset(model, (0, 1))
     nodes = torch.tensor(TREE)
-    before = passes.run(nodes, first=1, part=part).clone()
+    before = passes.forward(nodes, first_slot=1, layers=part).clone()
     linear = model.model.layers[0].mlp.down_proj
     linear.weight = torch.nn.Parameter(2 * linear.weight, requires_grad=False)
     for row, text in enumerate(TEXTS, start=1):
         passes.cache.tokens_in[row].clear()
         passes.prefill(row, text)
-    after = passes.run(nodes, first=1, part=part).clone()
+    after = passes.forward(nodes, first_slot=1, layers=part).clone()
     assert passes.batch_invariant and not torch.allclose(before, after, atol=1e-2)
-    assert torch.equal(after, filled(model).run(nodes, first=1, part=LayerSubset(model, (0, 1))))
+    assert torch.equal(
+        after, filled(model).forward(nodes, first_slot=1, layers=LayerSubset(model, (0, 1)))
+    )
 
 
 def test_the_share_of_the_weights() -> None:
@@ -218,7 +222,7 @@ def test_states_are_shown_as_transformers_counts_them(name: str) -> None:
     """After each layer, and behind the last norm; and the model is left as it was."""
     model, ids = zoo.tiny(name), torch.tensor([[3, 1, 4, 1, 5]])
     depths = range(1, model.config.num_hidden_layers + 1)
-    with shown(model, depths) as found:
+    with captured_hidden(model, depths) as found:
         model(ids)
     assert not any(is_patched(module) for module in model.modules())
     told = model(ids, output_hidden_states=True).hidden_states

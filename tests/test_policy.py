@@ -15,8 +15,8 @@ from draftahead.control.policy import LOSS, Costs, Policy, Spent
 from draftahead.control.promises import Offer
 from draftahead.control.rates import Calibration, Usual
 from draftahead.core import stats
-from draftahead.core.types import Draft
-from draftahead.drafters.base import sound_claims
+from draftahead.core.draft import Draft
+from draftahead.drafters.base import validated_confidence
 from draftahead.engine.engine import likeliest, outcomes
 
 FLAT = dict.fromkeys(range(1, 129), 1.0)  # rows cost nothing
@@ -216,13 +216,13 @@ def test_the_engine_stops_asking_a_drafter_that_sleeps(monkeypatch: pytest.Monke
     monkeypatch.setattr(stats.time, "perf_counter", lambda: now[0])
     sleeper = Sleeper(now)
     llm = LLM(zoo.tiny("llama"), sleeper, max_batch=1)
-    score = llm.engine.target.score
+    score = llm.engine.verifier.score
 
     def passing(batch: Batch, draft: Draft) -> ForwardOutput:
         now[0] += 1.0
         return score(batch, draft)
 
-    monkeypatch.setattr(llm.engine.target, "score", passing)
+    monkeypatch.setattr(llm.engine.verifier, "score", passing)
     out = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))[
         0
     ]
@@ -242,17 +242,17 @@ def test_what_is_kept_hangs_together(
     """Whatever a drafter claims, no node is scored without its parent."""
     tree = [(5, parent % (node + 1)) for node, parent in enumerate(parents[: len(confidence)])]
     draft = Draft.trees([1], [tree], [confidence])
-    (sound,) = sound_claims(draft) or [[]]
+    (sound,) = validated_confidence(draft) or [[]]
     kept = likeliest(sound, width)
     assert len(kept) == min(width, 1 + len(confidence))
-    assert all(draft.host_parents[0][node] in kept for node in kept[1:])
+    assert all(draft.parents[0][node] in kept for node in kept[1:])
 
 
 def test_claims_that_make_no_sense_are_dropped() -> None:
     for confidence in ([[0.5]], [[0.5, 1.5]], [[float("nan"), 0.1]], [[0.1, 0.2, 0.3]]):
         draft = Draft.chains([1], [[2, 3]], confidence)
-        assert sound_claims(draft) is None
-    assert sound_claims(Draft.chains([1], [[2, 3]], [[0.5, 0.9]])) == [[0.5, 0.5]]
+        assert validated_confidence(draft) is None
+    assert validated_confidence(Draft.chains([1], [[2, 3]], [[0.5, 0.9]])) == [[0.5, 0.5]]
 
 
 def test_the_machine_is_measured_before_the_first_step() -> None:

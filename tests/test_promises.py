@@ -62,7 +62,7 @@ def test_one_that_does_not_pay_is_asked_ever_more_rarely_until_it_does() -> None
 def test_what_pays_is_a_matter_of_the_whole_batch() -> None:
     """Four texts in a pass that costs little more than one's: all of their tokens count, those of
     the others' guesses too, and the rows that are scored then."""
-    four = Batch((None,) * 4, (9,) * 4, None, "law", Price())  # type: ignore[arg-type]
+    four = Batch((None,) * 4, (9,) * 4, None, "distribution", Price())  # type: ignore[arg-type]
     others = Promise(4 * 1.8 / 1.12, 0.8, 3)
 
     def judged(seconds: float, gain: float, width: int) -> bool:
@@ -85,7 +85,7 @@ class Steep:
 def test_a_promise_is_that_of_the_best_width() -> None:
     worths = [[0.2, 0.9, 0.1], [0.7, 0.05]]
     trees = [[Guess(i, 0, 1, ("a",), 0.5, worth) for i, worth in enumerate(w)] for w in worths]
-    batch = Batch((None,) * 2, (9,) * 2, None, "law", Steep())  # type: ignore[arg-type]
+    batch = Batch((None,) * 2, (9,) * 2, None, "distribution", Steep())  # type: ignore[arg-type]
     # Of each text the root and its best guess: 2 + 0.9 + 0.7 tokens in a pass of four rows.
     assert promised(trees, batch) == Promise(pytest.approx(3.6 / 1.4), pytest.approx(0.8), 2)
     assert promised([[], []], batch) == Promise(pytest.approx(2 / 1.2), 0.0, 1)
@@ -175,7 +175,7 @@ def test_what_a_device_grew_is_learnt_while_it_grows_the_next() -> None:
         ]
     ]
     draft = Draft.from_device(DeviceDraft([5], torch.tensor(sure).long(), head))
-    assert draft.host_tokens == [[5, 7, 8, 9]]
+    assert draft.tokens == [[5, 7, 8, 9]]
     auto._sent = Sent(draft, POOR)
     scores: Any = SimpleNamespace(draft=draft.copied())
     auto.learn(None, Verdict([[0, 2]], [[8, 4]]), scores)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_what_a_device_grew_is_learnt_while_it_grows_the_next() -> None:
 
 def a_batch() -> Batch:
     (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(Request((9,), SamplingParams(), seed=1))
-    return Batch((sequence,), (9,), None, "law", Price())  # type: ignore[arg-type]
+    return Batch((sequence,), (9,), None, "distribution", Price())  # type: ignore[arg-type]
 
 
 def test_what_is_proposed_claims_what_it_is_worth() -> None:
@@ -235,7 +235,8 @@ def test_earlier_outputs_draft_where_that_is_asked_for() -> None:
     config = {"method": "auto", "num_speculative_tokens": 7, "shared_tokens": 1000}
     llm = LLM(zoo.tiny("llama"), config, max_batch=1)
     first, again, other = (
-        llm.generate([prompt], sampling, scope=scope)[0].stats.steps for scope in ("a", "a", "b")
+        llm.generate([prompt], sampling, namespace=scope)[0].stats.steps
+        for scope in ("a", "a", "b")
     )
     assert again < 0.5 * first and again < 0.5 * other
 
@@ -268,7 +269,7 @@ def test_trees_nobody_sees_are_sent_where_most_of_them_turned_out_well() -> None
     taken = [unseen.wins(batch, rich, 16) for _ in range(8 * LONGEST_RETRY)]
     assert TRIES <= sum(taken) < 20 * TRIES
     # Of four texts all tokens count, and all rows: 4 * 2.5 in 1.64 or 2.6, against 4.3.
-    four = Batch((None,) * 4, (9,) * 4, None, "law", Price())  # type: ignore[arg-type]
+    four = Batch((None,) * 4, (9,) * 4, None, "distribution", Price())  # type: ignore[arg-type]
     usual = Promise(4 * 1.2 / 1.12, 0.2, 3)
     assert unseen.wins(four, usual, 16) and not unseen.wins(four, usual, 40)
 

@@ -50,10 +50,10 @@ def test_a_prompt_filled_by_a_recording(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("draftahead.models.runner.PREFILL_CHUNK", 16)
     target, both = zoo.tiny("llama"), []
     for recorded in (False, True):
-        passes = ModelRunner(target, max_batch=3, max_context=90, spare=64)
+        passes = ModelRunner(target, max_batch=3, max_context=90, scratch_entries=64)
         passes._decoder = None  # its kernels would do it by themselves
         passes._fill = GraphedPrefill("it", passes._forward, passes.cache) if recorded else None
-        passes.watch((1, 2))
+        passes.capture_hidden((1, 2))
         runs = []
         for row, length in ((0, 5), (1, 37), (2, 39), (0, 60), (1, 88)):
             passes.prefill(row, [(7 * row + 3 * i) % zoo.VOCABULARY for i in range(length)])
@@ -80,8 +80,8 @@ def test_pairs_filled_by_a_recording(layers: int, monkeypatch: pytest.MonkeyPatc
     head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 3), layers=layers)
     both = []
     for recorded in (False, True):
-        target = ModelRunner(model, max_batch=2, max_context=90, spare=64)
-        target.watch((1, 3))
+        target = ModelRunner(model, max_batch=2, max_context=90, scratch_entries=64)
+        target.capture_hidden((1, 3))
         passes = EagleRunner(head, target, 2, 8)
         fill = GraphedPrefill("it", passes._fill_pass, passes.cache) if recorded else None
         passes._fill = fill
@@ -94,7 +94,7 @@ def test_pairs_filled_by_a_recording(layers: int, monkeypatch: pytest.MonkeyPatc
                 runs: Any = fill.graphs
                 assert len(runs.runs) == (0, 2, 6)[turn]  # a size is run as it is at first
         both.append(passes.cache)
-        target.watch((1, 2, 3))
+        target.capture_hidden((1, 2, 3))
         target.prefill(0, tokens)
         passes.cache.tokens_in[0].clear()
         passes._read(0, tokens)
@@ -116,8 +116,8 @@ def test_padding_of_pairs_may_reach_beyond_the_target(monkeypatch: pytest.Monkey
     head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 3))
     tokens = [(3 * i) % zoo.VOCABULARY for i in range(88)]
     for _ in range(2):
-        target = ModelRunner(model, max_batch=1, max_context=90, spare=4)
-        target.watch((1, 3))
+        target = ModelRunner(model, max_batch=1, max_context=90, scratch_entries=4)
+        target.capture_hidden((1, 3))
         target.prefill(0, tokens)
         passes = EagleRunner(head, target, 1, 60)
         passes._fill = GraphedPrefill("it", passes._fill_pass, passes.cache)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import zoo
 from draftahead import LLM, SamplingParams, errors
 from draftahead.drafters import recycle
-from draftahead.drafters.recycle import KEPT, Recycle
+from draftahead.drafters.recycle import SUCCESSORS, Recycle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 PROMPT = [5, 6, 7, 8]
@@ -37,8 +37,8 @@ def test_every_verified_node_is_remembered(target: Any) -> None:
 
     def learn(batch: Any, verdict: Any, scores: Any) -> None:
         real(batch, verdict, scores)
-        (path,), (tokens,) = verdict.paths, scores.draft.host_tokens
-        best = scores.logits[0].topk(KEPT).indices.tolist()
+        (path,), (tokens,) = verdict.paths, scores.draft.tokens
+        best = scores.logits[0].topk(SUCCESSORS).indices.tolist()
         order = [n for n in range(scores.draft.num_nodes[0]) if n not in path] + path
         seen.update({tokens[node]: best[node] for node in order})
         assert drafter._own[batch.sequences[0].id] == seen
@@ -52,32 +52,32 @@ def test_every_verified_node_is_remembered(target: Any) -> None:
 
 def test_a_scope_remembers_and_nobody_else_profits(target: Any) -> None:
     llm, drafter = recycling(target, shared=True)
-    first = llm.generate([PROMPT], GREEDY, scope="ann")[0].stats
-    again = llm.generate([PROMPT], GREEDY, scope="ann")[0].stats
+    first = llm.generate([PROMPT], GREEDY, namespace="ann")[0].stats
+    again = llm.generate([PROMPT], GREEDY, namespace="ann")[0].stats
     assert again.steps < first.steps
     for scope in ("bob", None):
-        assert llm.generate([PROMPT], GREEDY, scope=scope)[0].stats.steps > again.steps
+        assert llm.generate([PROMPT], GREEDY, namespace=scope)[0].stats.steps > again.steps
     assert set(drafter._shared) == {"ann", "bob"}
     for number in range(80):
-        llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2), scope=str(number))
+        llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2), namespace=str(number))
     assert len(drafter._shared) <= 64
     assert "ann" not in drafter._shared
     alone, drafter = recycling(target)  # nothing is shared unless the drafter is asked to, either
-    alone.generate([PROMPT], GREEDY, scope="ann")
+    alone.generate([PROMPT], GREEDY, namespace="ann")
     assert not drafter._shared
 
 
 def test_memory_is_bounded(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recycle, "KNOWN", 5)
+    monkeypatch.setattr(recycle, "MAX_TOKENS", 5)
     llm, drafter = recycling(target, shared=True)
-    out = llm.generate([PROMPT], GREEDY, scope="ann")[0]
+    out = llm.generate([PROMPT], GREEDY, namespace="ann")[0]
     memory = drafter._shared["ann"]
     assert len(memory) == 5
     assert out.token_ids[-2] in memory  # the newest stay
 
 
 def table(file: Path, rows: int = zoo.VOCABULARY) -> Path:
-    save_file({"successors": torch.arange(rows)[:, None].repeat(1, KEPT) % rows}, file)
+    save_file({"successors": torch.arange(rows)[:, None].repeat(1, SUCCESSORS) % rows}, file)
     return file
 
 
@@ -85,7 +85,7 @@ def test_a_table_is_a_start(target: Any, tmp_path: Path) -> None:
     """One that says what the target says after each token alone is right now and then."""
     with torch.no_grad():
         logits = target(torch.arange(zoo.VOCABULARY)[:, None]).logits[:, -1]
-    found = logits.topk(KEPT).indices
+    found = logits.topk(SUCCESSORS).indices
     file = tmp_path / "table.safetensors"
     save_file({"successors": found.to(torch.uint16)}, file)
     llm, drafter = recycling(target, successors=file)

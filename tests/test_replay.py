@@ -27,7 +27,7 @@ def test_self_test_refuses_kernels_that_mind_the_row(monkeypatch: pytest.MonkeyP
             logits[:, 3, 0] = torch.nextafter(logits[:, 3, 0], torch.tensor(torch.inf).to(logits))
         return logits
 
-    monkeypatch.setattr(ModelRunner, "run", uneven)
+    monkeypatch.setattr(ModelRunner, "forward", uneven)
     with pytest.raises(errors.ReplayUnsupportedError, match="use exact='law'"):
         LLM(zoo.tiny("llama"), exact="replay")
     monkeypatch.undo()
@@ -44,7 +44,7 @@ def test_every_pass_has_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.add((tuple(tokens.shape), kwargs["live"]))
         return real(self, tokens, **kwargs)
 
-    monkeypatch.setattr(ModelRunner, "run", noting)
+    monkeypatch.setattr(ModelRunner, "forward", noting)
     for drafter in ("none", Garbage(), GarbageTree()):
         LLM(model, drafter=drafter, exact="replay").generate(zoo.ragged_prompts(3), WARM)
     assert shapes == {

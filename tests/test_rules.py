@@ -1,4 +1,4 @@
-"""Every acceptance rule, enumerated: the law of the text is the target's own, exactly."""
+"""Every acceptance rule, enumerated: the probs of the text is the target's own, exactly."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.core.types import Batch, Draft, ForwardOutput
+from draftahead.core.types import Batch, ForwardOutput
 from draftahead.sampling import accept
 from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import NodeContext
-from toy import END, VOCABULARY, World, add_step, distance, sequence_law
+from toy import END, VOCABULARY, World, add_step, distance, drafted_distribution
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 SETTINGS = {
@@ -39,16 +40,16 @@ SETTINGS = {
 @pytest.mark.parametrize("seed", [1, 3, 4])
 def test_sampled_chain_keeps_the_law(rule: accept.AcceptanceRule, setting: str, seed: int) -> None:
     world = World(seed, SETTINGS[setting])
-    plain = world.text_law(4)
+    plain = world.output_distribution(4)
     assert abs(sum(plain.values()) - 1) < 1e-12
     assert any(text[-1] == END and len(text) < 4 for text in plain)  # END is in play
-    assert distance(sequence_law(world, 3, rule), plain) < 1e-12
+    assert distance(drafted_distribution(world, 3, rule), plain) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_equal_laws_accept_everything(rule: accept.AcceptanceRule) -> None:
     world = World(3, PLAIN, drafter_equals_target=True)
-    assert distance(sequence_law(world, 2, rule), world.text_law(3)) < 1e-12
+    assert distance(drafted_distribution(world, 2, rule), world.output_distribution(3)) < 1e-12
 
 
 def test_block_keeps_at_least_as_much_as_token() -> None:
@@ -73,12 +74,12 @@ def sibling_trees(world: World) -> list[tuple[float, Draft]]:
     first of those: as deep as three."""
     prompt, found = world.prompt, []
 
-    def law(path: tuple[int, ...]) -> torch.Tensor:
+    def probs(path: tuple[int, ...]) -> torch.Tensor:
         return world.logits("drafter", prompt + path).softmax(-1)
 
     def pairs(path: tuple[int, ...]) -> Iterator[tuple[float, int, int]]:
         """Two different tokens, and the chance that they come in this order."""
-        q = law(path)
+        q = probs(path)
         for one, other in itertools.permutations(range(VOCABULARY), 2):
             if q[one] > 0 and q[other] > 0 and q[one] < 1:
                 yield float(q[one] * q[other] / (1 - q[one])), one, other
@@ -86,11 +87,13 @@ def sibling_trees(world: World) -> list[tuple[float, Draft]]:
     for at_root, a, b in pairs(()):
         for below_a, c, d in pairs((a,)):
             for e in range(VOCABULARY):
-                chance = at_root * below_a * float(law((a, c))[e])
+                chance = at_root * below_a * float(probs((a, c))[e])
                 if chance > 0:
                     guesses = [(a, 0), (b, 0), (c, 1), (d, 1), (e, 3)]
                     none = torch.zeros(VOCABULARY, dtype=torch.float64)
-                    probs = torch.stack([law(()), law((a,)), none, law((a, c)), none, none])[None]
+                    probs = torch.stack([probs(()), probs((a,)), none, probs((a, c)), none, none])[
+                        None
+                    ]
                     tree = Draft.trees([prompt[-1]], [guesses])
                     found.append((chance, Draft(tree.tokens, tree.parents, tree.num_nodes, probs)))
     return found
@@ -104,7 +107,7 @@ def test_sampled_siblings_keep_the_law(seed: int) -> None:
     found: dict[tuple[int, ...], float] = {}
     for probability, draft in trees:
         add_step(found, probability, draft, world, world.sequence(), "block", 4)
-    assert distance(found, world.text_law(4)) < 1e-12
+    assert distance(found, world.output_distribution(4)) < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -125,21 +128,23 @@ def test_point_mass_tree_follows_the_targets_own_draws(
     for node, (token, parent) in enumerate(pairs, start=1):
         paths.append((*paths[parent], token))
         nodes.setdefault(paths[-1], node)
-    batch = Batch((sequence,), (8,), RecordedDraftSampler([sequence], [0], VOCABULARY, "law"))
+    batch = Batch(
+        (sequence,), (8,), RecordedDraftSampler([sequence], [0], VOCABULARY, "distribution")
+    )
     scores = ForwardOutput(torch.zeros(1, 8, VOCABULARY))
     for text in itertools.product(range(VOCABULARY), repeat=5):
 
-        def says(
+        def emits(
             logits: torch.Tensor,
             contexts: list[NodeContext],
             text: tuple[int, ...] = text,
-            apart: bool = False,
+            one_by_one: bool = False,
         ) -> tuple[torch.Tensor, torch.Tensor]:
             said = (*text, 0, 0, 0, 0)[len(contexts[0].path)]
             return torch.tensor([said]), torch.tensor([True])
 
-        monkeypatch.setattr(accept, "draw", says)
-        verdict = accept.verify(draft, scores, batch)
+        monkeypatch.setattr(accept, "sample_target", emits)
+        verdict, _ = accept.accept(draft, scores, batch)
         whole = (*text, 0, 0, 0, 0)
         agreeing = next(d for d in range(9) if whole[: d + 1] not in nodes)
         assert verdict.tokens[0] == list(whole[: agreeing + 1])

@@ -66,7 +66,7 @@ def test_llama_shaped_models_run_by_the_kernels(name: str) -> None:
     model, prompts = shaped(name), zoo.ragged_prompts(4)
     answers = {tuple(p): zoo.reference(model, p, 32) for p in prompts}
     llm = LLM(model, Clairvoyant(answers), max_batch=4)
-    assert llm.engine.target.runner.batch_invariant
+    assert llm.engine.verifier.runner.batch_invariant
     outs = llm.generate(prompts, GREEDY)
     assert [out.token_ids for out in outs] == list(answers.values())
     assert all(out.stats.mean_acceptance_length > 3 for out in outs)
@@ -75,7 +75,7 @@ def test_llama_shaped_models_run_by_the_kernels(name: str) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "smollm3", "olmo2", "qwen3_moe", "phi3"])
 def test_other_shapes_are_left_alone(name: str) -> None:
     assert not ModelRunner(
-        zoo.tiny(name, dtype=torch.float32), max_batch=1, max_context=64, spare=8
+        zoo.tiny(name, dtype=torch.float32), max_batch=1, max_context=64, scratch_entries=8
     ).batch_invariant
 
 
@@ -86,7 +86,7 @@ def test_activations_of_extreme_size() -> None:
         layer.mlp.gate_proj.weight.mul_(60)
     prompts = zoo.ragged_prompts(2)
     llm = LLM(model, "none")
-    assert llm.engine.target.runner.batch_invariant
+    assert llm.engine.verifier.runner.batch_invariant
     expected = [zoo.reference(model, prompt, 32) for prompt in prompts]
     assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == expected
 
@@ -107,7 +107,7 @@ def test_a_model_changed_after_binding_is_noticed() -> None:
     assert agrees()
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 1.5)
     assert agrees()
-    assert not llm.engine.target.runner.batch_invariant
+    assert not llm.engine.verifier.runner.batch_invariant
 
 
 def test_a_patched_linear_is_used_and_stays() -> None:
@@ -123,12 +123,14 @@ def test_a_patched_linear_is_used_and_stays() -> None:
 def test_a_model_that_only_looks_alike_is_left_alone() -> None:
     """The right parts, but a forward that does something else: found out by comparison."""
     model = shaped("llama")
-    assert ModelRunner(model, max_batch=1, max_context=64, spare=8).batch_invariant
+    assert ModelRunner(model, max_batch=1, max_context=64, scratch_entries=8).batch_invariant
     real = model.model.norm.forward
     model.model.norm.forward = lambda x: real(x) * 1.05
-    assert not ModelRunner(model, max_batch=1, max_context=64, spare=8).batch_invariant
+    assert not ModelRunner(model, max_batch=1, max_context=64, scratch_entries=8).batch_invariant
     softcapped = Gemma2ForCausalLM(Gemma2Config(**SIZES)).eval()
-    assert not ModelRunner(softcapped, max_batch=1, max_context=64, spare=8).batch_invariant
+    assert not ModelRunner(
+        softcapped, max_batch=1, max_context=64, scratch_entries=8
+    ).batch_invariant
 
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
@@ -139,28 +141,28 @@ def test_bits_do_not_depend_on_the_pass(int8: bool) -> None:
     model = shaped("qwen3")
     if int8:
         quantize_model(model)
-    passes = ModelRunner(model, max_batch=3, max_context=128, spare=64)
+    passes = ModelRunner(model, max_batch=3, max_context=128, scratch_entries=64)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(1, 97, (50,), generator=generator).tolist()
     for row in range(3):
         passes.prefill(row, text[row:30])
     chain = torch.tensor([text[30:50]])
-    together = passes.run(chain)[0]
+    together = passes.forward(chain)[0]
     for index, token in enumerate(text[30:50]):
-        assert torch.equal(passes.run(torch.tensor([[token]]))[0, 0], together[index])
+        assert torch.equal(passes.forward(torch.tensor([[token]]))[0, 0], together[index])
         passes.cache.tokens_in[0].append(token)
     del passes.cache.tokens_in[0][30:]
     mates = torch.randint(1, 97, (3, 11), generator=generator)
     mates[0] = chain[0, :11]
-    assert torch.equal(passes.run(mates)[0], together[:11])
+    assert torch.equal(passes.forward(mates)[0], together[:11])
     # The same path in a tree, between other branches.
     tokens = torch.tensor([[text[30], 5, text[31], 6, 7, text[32]]])
     parents = torch.tensor([[-1, 0, 0, 1, 2, 2]])
-    found = passes.run(tokens, parents=parents)[0]
+    found = passes.forward(tokens, parents=parents)[0]
     assert torch.equal(found[[0, 2, 5]], together[:3])
     torch.set_num_threads(2)
     try:
-        assert torch.equal(passes.run(chain)[0], together)
+        assert torch.equal(passes.forward(chain)[0], together)
     finally:
         torch.set_num_threads(1)
     # In pieces or at once: prefill leaves the same keys.
@@ -178,10 +180,10 @@ def test_a_pass_names_the_likeliest_tokens() -> None:
     for vocabulary in (97, 256, 700):
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": vocabulary}))).eval()
-        passes = ModelRunner(model, max_batch=2, max_context=64, spare=16)
+        passes = ModelRunner(model, max_batch=2, max_context=64, scratch_entries=16)
         assert passes.batch_invariant
         tokens = torch.randint(0, vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
-        logits = passes.run(tokens)
+        logits = passes.forward(tokens)
         assert passes.top is not None and passes.best is not None
         assert torch.equal(passes.top, logits.topk(TOP).indices)
         assert torch.equal(passes.best, logits.argmax(-1))
@@ -203,14 +205,14 @@ def test_a_pass_tells_the_states_that_are_watched(kernels: bool) -> None:
     """As transformers counts them: after so many layers; after the last, behind its norm."""
     model = shaped("llama") if kernels else zoo.tiny("gpt2", dtype=torch.float32)
     layers = model.config.num_hidden_layers
-    passes = ModelRunner(model, max_batch=1, max_context=64, spare=16)
+    passes = ModelRunner(model, max_batch=1, max_context=64, scratch_entries=16)
     assert passes.batch_invariant == kernels
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
-    passes.run(tokens)
-    assert passes.cache.states is None
-    passes.watch((layers,))
-    passes.watch((1,))
-    passes.run(tokens)
+    passes.forward(tokens)
+    assert passes.cache.hidden is None
+    passes.capture_hidden((layers,))
+    passes.capture_hidden((1,))
+    passes.forward(tokens)
     with torch.no_grad():
         told = model(tokens, output_hidden_states=True).hidden_states
     rows, slots = torch.tensor([0]), torch.arange(5)[None]
@@ -220,11 +222,11 @@ def test_a_pass_tells_the_states_that_are_watched(kernels: bool) -> None:
         assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
     for wrong in ((), (0,), (layers + 1,)):
         with pytest.raises(errors.ConfigError, match="states are there after 1 to"):
-            passes.watch(wrong)
+            passes.capture_hidden(wrong)
 
 
 def _again(passes: ModelRunner, tokens: torch.Tensor) -> torch.Tensor:
-    passes.run(tokens)
+    passes.forward(tokens)
     assert passes.best is not None
     return passes.best
 
@@ -238,7 +240,7 @@ def test_every_drafter_gives_the_very_text(name: str, temperature: float) -> Non
     sampling = SamplingParams(temperature=temperature, max_tokens=30, seed=2)
     plain = LLM(model, "none", exact="replay").generate(prompts, sampling)
     llm = LLM(model, ALL[name](model), exact="replay", max_batch=2)
-    assert not llm.engine.target.fixed_shape
+    assert not llm.engine.verifier.fixed_shape
     outs = llm.generate(prompts, sampling)
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
 
@@ -299,7 +301,7 @@ def test_without_a_compiler_everything_still_works(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("DRAFTAHEAD_KERNELS", "0")
     try:
         llm = LLM(model, "lookup")
-        assert not llm.engine.target.runner.batch_invariant
+        assert not llm.engine.verifier.runner.batch_invariant
         assert llm.generate([1, 2, 3], GREEDY)[0].token_ids == expected
         with pytest.raises(errors.ConfigError, match="DRAFTAHEAD_KERNELS=0"):
             quantize_model(model)

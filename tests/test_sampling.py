@@ -1,4 +1,4 @@
-"""The law is transformers' own, and noise is a pure function of its key."""
+"""The probs is transformers' own, and noise is a pure function of its key."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def test_rows_of_a_batch_are_processed_apart() -> None:
 
 
 def test_top_p_beyond_the_first_thousand() -> None:
-    """A flat law over many tokens: the nucleus is wider than the first look at it."""
+    """A flat probs over many tokens: the nucleus is wider than the first look at it."""
     logits = 0.01 * torch.randn(1, 5000, generator=torch.Generator().manual_seed(2))
-    law = probs_of(logits, [context(top_p=0.9)])
-    assert 4400 < int((law > 0).sum()) < 4600
+    probs = probs_of(logits, [context(top_p=0.9)])
+    assert 4400 < int((probs > 0).sum()) < 4600
     expected = TopPLogitsWarper(0.9)(None, logits.clone()).softmax(-1)
-    torch.testing.assert_close(law, expected, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-9)
 
 
 def test_uniforms_are_uniform_and_keyed() -> None:
@@ -119,17 +119,17 @@ def test_hash_on_the_host_and_in_torch_agree(part: int) -> None:
 def test_noise_for_drafts_and_coins_is_new_in_every_step() -> None:
     """A position drafted again must not meet the coin that rejected it before."""
     sequence = World(0, SamplingParams(temperature=1.0)).sequence()
-    before = step_rng_key(RngStream.COIN, NodeContext(sequence, (1, 2)))
+    before = step_rng_key(RngStream.ACCEPT, NodeContext(sequence, (1, 2)))
     sequence.tokens.append(1)
-    after = step_rng_key(RngStream.COIN, NodeContext(sequence, (2,)))
+    after = step_rng_key(RngStream.ACCEPT, NodeContext(sequence, (2,)))
     assert NodeContext(sequence, (2,)).position == len(sequence.tokens) + 1
     assert before != after
 
 
 def test_race_never_draws_the_impossible() -> None:
-    law = torch.zeros(4000, 8)
-    law[:, 3], law[:, 5] = 0.25, 0.75
-    drawn = sample_gumbel(law, [rng_key(i) for i in range(4000)])
+    probs = torch.zeros(4000, 8)
+    probs[:, 3], probs[:, 5] = 0.25, 0.75
+    drawn = sample_gumbel(probs, [rng_key(i) for i in range(4000)])
     counts = torch.bincount(drawn, minlength=8).tolist()
     assert sum(counts[i] for i in (0, 1, 2, 4, 6, 7)) == 0
     assert abs(counts[3] - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75)
@@ -145,7 +145,7 @@ def test_race_never_draws_the_impossible() -> None:
 def test_block_acceptance_is_sound_for_any_laws(
     seed: int, length: int, vocabulary: int, zeros: float
 ) -> None:
-    """Chances lie in [0, 1], an impossible token is never kept, residuals are laws."""
+    """Chances lie in [0, 1], an impossible token is never kept, residuals are distributions."""
     generator = torch.Generator().manual_seed(seed)
 
     def probs(count: int) -> torch.Tensor:
@@ -163,9 +163,9 @@ def test_block_acceptance_is_sound_for_any_laws(
         if p[0, i - 1, tokens[0, i - 1]] == 0:
             assert not keep[0, i:].any()
     for i in range(length):
-        law = accept.block_residual(p[:, i], q[:, i], weight[:, i], torch.tensor([False]))
-        assert float(law.min()) >= 0
-        assert float(law.sum()) == pytest.approx(1)
+        probs = accept.block_residual(p[:, i], q[:, i], weight[:, i], torch.tensor([False]))
+        assert float(probs.min()) >= 0
+        assert float(probs.sum()) == pytest.approx(1)
 
 
 def test_uniforms_never_reach_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_uniforms_never_reach_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def first_token_error(rule: accept.AcceptanceRule, seed: int, texts: int) -> float:
-    """Total variation between drawn and exact law of the first token, by the real keys."""
+    """Total variation between drawn and exact probs of the first token, by the real keys."""
     from collections import Counter
 
     from draftahead.core.types import Batch, ForwardOutput
@@ -188,7 +188,7 @@ def first_token_error(rule: accept.AcceptanceRule, seed: int, texts: int) -> flo
     for number in range(texts):
         sequences.append(world.sequence())
         sequences[-1].rng_key = rng_key(seed, number)
-    dice = RecordedDraftSampler(sequences, [depth] * texts, VOCABULARY, "law")
+    dice = RecordedDraftSampler(sequences, [depth] * texts, VOCABULARY, "distribution")
     for _ in range(depth):
         paths = [world.prompt + tuple(chain) for chain in dice.chains]
         dice.draw(torch.stack([world.logits("drafter", path) for path in paths]))
@@ -203,10 +203,10 @@ def first_token_error(rule: accept.AcceptanceRule, seed: int, texts: int) -> flo
     draft = dice.draft()
     assert draft is not None
     batch = Batch(tuple(sequences), (depth,) * texts, dice)
-    verdict = accept.verify(draft, ForwardOutput(logits), batch, rule)
+    verdict, _ = accept.accept(draft, ForwardOutput(logits), batch, rule)
     counts.update(tokens[0] for tokens in verdict.tokens)
-    law = world.law(()).tolist()
-    return sum(abs(counts[token] / texts - chance) for token, chance in enumerate(law)) / 2
+    probs = world.probs(()).tolist()
+    return sum(abs(counts[token] / texts - chance) for token, chance in enumerate(probs)) / 2
 
 
 NOISE = 0.015  # half the distance that 12,000 draws of four tokens have by chance is about 0.005
@@ -235,7 +235,7 @@ def test_a_draft_without_a_law_ends_before_the_draw() -> None:
     from toy import VOCABULARY
 
     at = context(processors=[lambda ids, scores: torch.full_like(scores, -torch.inf)])
-    dice = RecordedDraftSampler([at.sequence], [4], VOCABULARY, "law")
+    dice = RecordedDraftSampler([at.sequence], [4], VOCABULARY, "distribution")
     dice.draw(torch.zeros(1, VOCABULARY))
     assert dice.chains == [[]]
     assert dice.draft() is None

@@ -15,7 +15,7 @@ import zoo
 from draftahead import LLM, SamplingParams, errors
 from draftahead.drafters import layer_skip
 from draftahead.drafters.early_exit.adapter import ExitAdapter, load_adapter, new_adapter
-from draftahead.drafters.layer_skip import BUDGET, Search, promise
+from draftahead.drafters.layer_skip import MAX_SUBSETS, Search, expected_speed_up
 from draftahead.models.layer_subset import LayerSubset
 from draftahead.models.runner import ModelRunner
 from test_drafters import tree_of
@@ -72,9 +72,9 @@ def test_the_trunk_of_the_whole_models_tree_is_the_text(
     text = LLM(model, "none").generate([prompt], sampling)[0].token_ids
     draft, _ = tree_of(LLM(model, {"method": "early_exit", "layers": 3}), prompt, sampling)
     at, trunk = 0, []
-    while children := [n for n in range(1, draft.num_nodes[0]) if draft.host_parents[0][n] == at]:
+    while children := [n for n in range(1, draft.num_nodes[0]) if draft.parents[0][n] == at]:
         at = children[0]  # the heaviest
-        trunk.append(draft.host_tokens[0][at])
+        trunk.append(draft.tokens[0][at])
     assert len(trunk) > 1 and trunk == text[: len(trunk)]
     assert not draft.is_chain
 
@@ -91,12 +91,12 @@ def test_an_adapter_changes_guesses_and_never_the_text(
     config = {"method": "early_exit", "adapter": tmp_path, "num_speculative_tokens": number}
     llm = LLM(model, config, max_batch=3)
     drafter: Any = llm.engine.drafter
-    assert drafter.part.layers == (0, 1)
+    assert drafter.layers.layers == (0, 1)
     seen, real = set(), llm.engine._propose
 
     def noted(batch: Any) -> Any:
         found = real(batch)
-        for row, size in zip(found[1].host_tokens, found[1].num_nodes, strict=True):
+        for row, size in zip(found[1].tokens, found[1].num_nodes, strict=True):
             seen.update(row[1:size])
         return found
 
@@ -218,7 +218,7 @@ def with_idle_layers(idle: tuple[int, ...], layers: int = 6) -> Any:
 
 
 def searching(model: Any) -> Search:
-    passes = ModelRunner(model, max_batch=2, max_context=64, spare=32)
+    passes = ModelRunner(model, max_batch=2, max_context=64, scratch_entries=32)
     passes.prefill(1, zoo.ragged_prompts(4)[3])
     return Search(passes, row=1, root=7)
 
@@ -237,9 +237,11 @@ def test_the_search_finds_the_layers_that_do_nothing() -> None:
     assert search.agreement(skipping(model)) == pytest.approx(1, abs=1e-4)
     assert search.agreement(skipping(model, 2, 4)) == pytest.approx(1, abs=1e-4)
     assert search.agreement(skipping(model, 1)) < 0.9
-    found = search.found()
+    found = search.result()
     assert found.skip == (2, 4)
-    assert found.promise == pytest.approx(promise(1.0, skipping(model, 2, 4).share), rel=1e-3)
+    assert found.expected_speed_up == pytest.approx(
+        expected_speed_up(1.0, skipping(model, 2, 4).share), rel=1e-3
+    )
     assert [len(held) for held in search.runner.cache.tokens_in] == [0, 19]
 
 
@@ -247,8 +249,8 @@ def test_the_search_keeps_to_its_budget(monkeypatch: pytest.MonkeyPatch) -> None
     model = with_idle_layers((), layers=90)
     search, tried = searching(model), list[LayerSubset]()
     monkeypatch.setattr(search, "agreement", lambda part: tried.append(part) or 0.99)
-    search.found()
-    assert BUDGET / 2 < len(tried) <= BUDGET
+    search.result()
+    assert MAX_SUBSETS / 2 < len(tried) <= MAX_SUBSETS
     left_out = {index for part in tried for index in range(90) if index not in part.layers}
     assert left_out == set(range(1, 90))
 
@@ -271,22 +273,22 @@ def test_the_search_waits_for_a_text_and_is_made_once(monkeypatch: pytest.Monkey
     again = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 3})
     assert again.generate([prompt], GREEDY)[0].stats.acceptance_rate > 0.99 and len(made) == 1
     drafter: Any = again.engine.drafter
-    assert drafter.reasons() == ["layers to draft without: 2, 4"]
+    assert drafter.explain() == ["layers to draft without: 2, 4"]
 
 
 def test_where_nothing_promises_to_pay_it_stays_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_skip, "promise", lambda agreement, share: 0.9 * agreement)
+    monkeypatch.setattr(layer_skip, "expected_speed_up", lambda agreement, share: 0.9 * agreement)
     model, prompt = with_idle_layers(()), zoo.ragged_prompts(4)[3] * 3
     llm = LLM(model, "layer_skip")
     assert llm.generate([prompt], GREEDY)[0].stats.drafted == 0
     drafter: Any = llm.engine.drafter
-    assert "does not promise to pay" in drafter.reasons()[0]
+    assert "does not expected_speed_up to pay" in drafter.explain()[0]
     asked = LLM(model, {"method": "layer_skip", "num_speculative_tokens": 2})
     assert asked.generate([prompt], GREEDY)[0].stats.drafted > 0
 
 
 def test_what_a_part_promises() -> None:
-    assert promise(1.0, 1.0) == pytest.approx(1)  # the whole model for itself
-    assert promise(0.5, 0.5) == pytest.approx(1)  # one guess: 1.5 tokens in 1.5 passes
-    assert promise(1.0, 0.0) == pytest.approx(9)
-    assert promise(0.5, 0.1) == pytest.approx(1.75 / 1.2)  # two guesses
+    assert expected_speed_up(1.0, 1.0) == pytest.approx(1)  # the whole model for itself
+    assert expected_speed_up(0.5, 0.5) == pytest.approx(1)  # one guess: 1.5 tokens in 1.5 passes
+    assert expected_speed_up(1.0, 0.0) == pytest.approx(9)
+    assert expected_speed_up(0.5, 0.1) == pytest.approx(1.75 / 1.2)  # two guesses

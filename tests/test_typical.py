@@ -56,50 +56,52 @@ def test_the_rule_is_medusas(setting: str) -> None:
         trees = [random_tree(seed), random_tree(seed + 100)[: seed % 10]]
         draft = Draft.trees([world.prompt[-1]] * 2, trees)
         paths: list[list[tuple[int, ...]]] = []
-        logits = torch.zeros(2, draft.tokens.shape[1], VOCABULARY, dtype=torch.float64)
+        logits = torch.zeros(2, draft.width, VOCABULARY, dtype=torch.float64)
         for b, tree in enumerate(trees):
             paths.append([()])
             for token, parent in tree:
                 paths[b].append((*paths[b][parent], token))
             for node, path in enumerate(paths[b]):
                 logits[b, node] = world.logits("target", world.prompt + path)
-        batch = Batch(sequences, (9, 9), RecordedDraftSampler(sequences, [9, 9], VOCABULARY, "law"))
-        verdict = accept.verify(draft, ForwardOutput(logits), batch, lossless=False)
+        batch = Batch(
+            sequences, (9, 9), RecordedDraftSampler(sequences, [9, 9], VOCABULARY, "distribution")
+        )
+        verdict, _ = accept.accept(draft, ForwardOutput(logits), batch, lossless=False)
         for b, sequence in enumerate(sequences):
             best, best_worth = (), (0, 1.0)
             for path in paths[b]:
                 chances = []
                 for at, token in enumerate(path):
-                    law = world.law(path[:at]).tolist()
-                    entropy = -sum(p * math.log(p) for p in law if p)
-                    if not law[token] > min(0.3, 0.09 * math.exp(-entropy)):
+                    probs = world.probs(path[:at]).tolist()
+                    entropy = -sum(p * math.log(p) for p in probs if p)
+                    if not probs[token] > min(0.3, 0.09 * math.exp(-entropy)):
                         break
-                    chances.append(law[token])
+                    chances.append(probs[token])
                 else:
                     worth = (len(path), math.prod(chances))
                     if worth > best_worth:
                         best, best_worth = path, worth
             own = int(
-                sample_gumbel(world.law(best)[None], [target_rng_key(NodeContext(sequence, best))])[
-                    0
-                ]
+                sample_gumbel(
+                    world.probs(best)[None], [target_rng_key(NodeContext(sequence, best))]
+                )[0]
             )
             assert verdict.tokens[b] == [*best, own]
             assert paths[b][verdict.paths[b][-1]] == best
-            drawn = accept.verify(draft, ForwardOutput(logits), batch)
+            drawn, _ = accept.accept(draft, ForwardOutput(logits), batch)
             unlike_the_draw += drawn.tokens[b] != verdict.tokens[b]
     assert unlike_the_draw  # it is another rule
 
 
 def test_the_floor_falls_with_doubt_and_is_never_high(monkeypatch: pytest.MonkeyPatch) -> None:
     probs = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4])
-    torch.testing.assert_close(accept.typical_floor(probs), 0.09 / torch.tensor([1.0, 2, 4]))
+    torch.testing.assert_close(accept.typical_threshold(probs), 0.09 / torch.tensor([1.0, 2, 4]))
     monkeypatch.setattr(accept, "DELTA", 1.0)
-    torch.testing.assert_close(accept.typical_floor(probs), torch.tensor([0.3, 0.3, 0.25]))
+    torch.testing.assert_close(accept.typical_threshold(probs), torch.tensor([0.3, 0.3, 0.25]))
 
 
 def test_greedy_texts_stay_exact(target: Any) -> None:
-    """A law that is sure of one token has one typical token."""
+    """A probs that is sure of one token has one typical token."""
     prompts = zoo.ragged_prompts(3)
     answers = {tuple(p): zoo.reference(target, p, 30) for p in prompts}
     for drafter in (GarbageTree(), Clairvoyant(answers)):
@@ -127,9 +129,9 @@ def test_only_who_asks_gets_it(target: Any, monkeypatch: pytest.MonkeyPatch) -> 
     called = []
     real = accept.accept_typical
     monkeypatch.setattr(accept, "accept_typical", lambda *args: called.append(args) or real(*args))
-    for exact in ("law", "replay"):
+    for exact in ("distribution", "replay"):
         LLM(target, GarbageTree(), exact=exact).generate(zoo.ragged_prompts(2), WARM)
-    LLM(target, GarbageTree()).sibling(GarbageTree(), max_batch=1).generate([1, 2], WARM)
+    LLM(target, GarbageTree()).with_drafter(GarbageTree(), max_batch=1).generate([1, 2], WARM)
     assert not called
     LLM(target, GarbageTree(), lossless=False).generate(zoo.ragged_prompts(2), WARM)
     assert called
@@ -144,8 +146,10 @@ def test_no_law_ends_the_text() -> None:
     sequence = world.sequence()
     draft = Draft.chains([1], [[2, 3]])
     logits = torch.full((1, 3, VOCABULARY), torch.nan)
-    batch = Batch((sequence,), (9,), RecordedDraftSampler([sequence], [9], VOCABULARY, "law"))
-    verdict = accept.verify(draft, ForwardOutput(logits), batch, lossless=False)
+    batch = Batch(
+        (sequence,), (9,), RecordedDraftSampler([sequence], [9], VOCABULARY, "distribution")
+    )
+    verdict, _ = accept.accept(draft, ForwardOutput(logits), batch, lossless=False)
     assert verdict.tokens == [[]]
     assert isinstance(verdict.errors[0], errors.NonFiniteLogitsError)
 

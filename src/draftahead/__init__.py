@@ -6,19 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from draftahead.config import LLMConfig
+    from draftahead.core.draft import Draft
     from draftahead.core.sampling_params import SamplingParams
     from draftahead.core.stats import Stats
     from draftahead.core.types import (
         Batch,
         Completion,
-        Draft,
         ForwardOutput,
         SequenceState,
         StreamChunk,
         TokenLogprob,
         Verdict,
     )
-    from draftahead.drafters.base import Drafter
+    from draftahead.drafters.base import Drafter, DrafterContext
     from draftahead.drafters.registry import register
     from draftahead.errors import DraftaheadError, DrafterFaultWarning
     from draftahead.llm import LLM
@@ -32,8 +33,10 @@ __all__ = [
     "Draft",
     "DraftaheadError",
     "Drafter",
+    "DrafterContext",
     "DrafterFaultWarning",
     "ForwardOutput",
+    "LLMConfig",
     "SamplingParams",
     "SequenceState",
     "Stats",
@@ -43,12 +46,16 @@ __all__ = [
     "register",
 ]
 
+# The module that defines each public name, where it is not core.types.
 _HOMES = {
     "LLM": "llm",
-    "Drafter": "drafters.base",
-    "register": "drafters.registry",
+    "LLMConfig": "config",
+    "Draft": "core.draft",
     "SamplingParams": "core.sampling_params",
     "Stats": "core.stats",
+    "Drafter": "drafters.base",
+    "DrafterContext": "drafters.base",
+    "register": "drafters.registry",
     "DraftaheadError": "errors",
     "DrafterFaultWarning": "errors",
 }

@@ -2,187 +2,167 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
-
 from draftahead.backends.cpu.linear import quantize_model
+from draftahead.config import LLMConfig, one_of
 from draftahead.core.detokenizer import no_text
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
-from draftahead.core.types import Completion, Exact, Request, SequenceState, StreamChunk
+from draftahead.core.types import Completion, Request, SequenceState, StreamChunk
 from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.engine.engine import Engine
-from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError, nearest
+from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError
 from draftahead.loader import embedded, generation_config, hub
 from draftahead.loader.progress import ProgressCallback, no_progress
 from draftahead.models.verifier import Verifier
-from draftahead.sampling.accept import AcceptanceRule
 
-NOT_LOSSLESS = "not lossless: guesses stay for being likely, so the text is not the target's own"
+NOT_LOSSLESS = "not lossless: typical acceptance, so the output does not follow the target exactly"
 
 Message = Mapping[str, Any]
-Load = Callable[[str], tuple[Any, Any]]  # name -> model, tokenizer
 Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
 
-class LLM:
-    """A model that generates as it always did, sooner.
+class Loader:
+    """Loads models by name, each once, as a configuration asks."""
 
-    model: an alias (`smollm2`), a hub id, a folder, a .gguf file, or a loaded PreTrainedModel.
-    drafter: a name, a configuration with vLLM's `speculative_config` keys, or a Drafter.
-    exact: "law" keeps the target's distribution; "replay" makes the tokens a function of seed
-        and prompt alone, bit for bit the same for every drafter and whatever else is running.
-    rule: how sampled drafts are accepted, "block" or "token"; both are exact.
-    lossless: False keeps guesses that are merely typical of the target's law (Medusa's rule): more
-        of them stay, and the text is no longer the target's. All reports say so.
-    max_batch, max_context: rows and tokens of the key-value cache.
-    quantize: "int8" rounds the weights (CPU). Speculation is exact with respect to that model.
-    compile: on a GPU, torch.compile for the layers of models that our own kernels do not know:
-        faster passes, for some seconds whenever a number of nodes is new.
-    """
+    def __init__(self, config: LLMConfig, report: ProgressCallback) -> None:
+        self._config, self._report = config, report
+        self._loaded: dict[str, tuple[Any, Any]] = {}
+
+    def __call__(self, name: str) -> tuple[Any, Any]:
+        """The model and its tokenizer."""
+        if name not in self._loaded:
+            config = self._config
+            model, tokenizer = hub.load(
+                name,
+                dtype=config.dtype,
+                device=config.device,
+                trust_remote_code=config.trust_remote_code,
+                progress=self._report,
+            )
+            if config.quantize is not None:
+                self._report(f"quantizing {name} to {config.quantize}")
+                quantize_model(model)
+            self._loaded[name] = model, tokenizer
+        return self._loaded[name]
+
+
+class LLM:
+    """A model that generates what it always did, faster. For the options see LLMConfig."""
 
     def __init__(
         self,
         model: Any,
         drafter: str | Mapping[str, Any] | Drafter = "auto",
         *,
-        tokenizer: Any = None,
-        exact: Exact = "law",
-        rule: AcceptanceRule = "block",
-        lossless: bool = True,
-        dtype: str | torch.dtype | None = None,
-        device: str | torch.device | None = None,
-        max_batch: int = 8,
-        max_context: int | None = None,
-        quantize: Literal["int8"] | None = None,
-        compile: bool = False,
-        trust_remote_code: bool = False,
         report: ProgressCallback = no_progress,
-        _load: Load | None = None,
+        **options: Any,
     ) -> None:
-        if not isinstance(model, str | Path) and not hasattr(model, "config"):
-            raise ConfigError(f"{model!r} is no model, and no name or path of one")
-        _one_of("exact", exact, ("law", "replay"))
-        _one_of("rule", rule, ("block", "token"))
-        if not lossless and exact == "replay":
-            raise ConfigError("lossless=False and exact='replay' exclude each other: leave one out")
-        if quantize is not None:
-            _one_of("quantize", quantize, ("int8",))
-        if max_batch < 1:
-            raise ConfigError(f"max_batch must be 1 or more, not {max_batch}")
+        """`report` is called with a line of text when something takes a while."""
+        config = LLMConfig.of(model, drafter, options)
+        self._start(config, Loader(config, report), report)
 
-        def load(name: str) -> tuple[Any, Any]:
-            loaded, its_tokenizer = hub.load(
-                name,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                progress=report,
-            )
-            if quantize is not None:
-                report(f"rounding {name} to {quantize}")
-                quantize_model(loaded)
-            return loaded, its_tokenizer
+    @classmethod
+    def from_config(cls, config: LLMConfig, *, report: ProgressCallback = no_progress) -> LLM:
+        llm = cls.__new__(cls)
+        llm._start(config, Loader(config, report), report)
+        return llm
 
-        self._load: Load = _load or functools.cache(load)
-        if isinstance(model, str | Path):
-            model, own_tokenizer = self._load(str(model))
-            tokenizer = tokenizer or own_tokenizer
-        elif dtype is not None or device is not None or quantize is not None:
-            raise ConfigError(
-                "dtype, device and quantize are for models loaded by name; this one is as it is"
-            )
-        self.model, self.tokenizer = model, tokenizer
+    def with_drafter(self, drafter: str | Mapping[str, Any] | Drafter, **changes: Any) -> LLM:
+        """The same weights and options with another drafter, and a KV cache of its own. `changes`:
+        options of LLMConfig that differ."""
+        changes.setdefault("max_context", self.engine.verifier.max_context)
+        llm = type(self).__new__(type(self))
+        llm._loader, llm.model, llm.tokenizer = self._loader, self.model, self.tokenizer
+        config = dataclasses.replace(self.config, drafter=drafter, **changes)
+        llm._build(config, no_progress)
+        return llm
+
+    def _start(self, config: LLMConfig, loader: Loader, report: ProgressCallback) -> None:
+        self._loader = loader
+        self.model, self.tokenizer = config.model, config.tokenizer
+        if config.is_named:
+            self.model, tokenizer = loader(str(config.model))
+            self.tokenizer = config.tokenizer or tokenizer
+        generation_config.warn_unsupported(self.model)
+        self._build(config, report)
+
+    def _build(self, config: LLMConfig, report: ProgressCallback) -> None:
+        self.config = config
         report("preparing the kernels and the cache")  # compiled once, in about three seconds
-        target = Verifier(
-            model, max_batch=max_batch, max_context=max_context, exact=exact, compiled=compile
-        )
-        setting = DrafterContext(
-            device=target.runner.device,
-            dtype=model.dtype,
-            vocabulary=target.vocabulary,
-            tokenizer=tokenizer,
-            max_batch=max_batch,
-            max_context=target.max_context,
-            load=self._load,
-            successors=embedded.successors_of(model),
-            head=embedded.head_of(model),
-            target=target.runner,
-        )
-        generation_config.warn_unsupported(model)
-        self.engine = Engine(
-            target,
-            registry.build(drafter, setting),
-            no_text if tokenizer is None else self._decode,
-            exact=exact,
-            rule=rule,
-            lossless=lossless,
-        )
-
-    def sibling(
-        self,
-        drafter: str | Mapping[str, Any] | Drafter,
-        *,
-        max_batch: int,
-        max_context: int | None = None,
-        lossless: bool = True,
-    ) -> LLM:
-        """The same model with another drafter and a cache of its own, as long as this one unless
-        told; what one of them has loaded, the others need not load again."""
-        return LLM(
+        verifier = Verifier(
             self.model,
-            drafter,
+            max_batch=config.max_batch,
+            max_context=config.max_context,
+            exact=config.exact,
+            compiled=config.compile,
+        )
+        context = DrafterContext(
+            device=verifier.runner.device,
+            dtype=self.model.dtype,
+            vocab_size=verifier.vocab_size,
             tokenizer=self.tokenizer,
-            lossless=lossless,
-            max_batch=max_batch,
-            max_context=max_context or self.engine.target.max_context,
-            _load=self._load,
+            max_batch=config.max_batch,
+            max_context=verifier.max_context,
+            load=self._loader,
+            successors=embedded.successors_of(self.model),
+            head=embedded.head_of(self.model),
+            target=verifier.runner,
+        )
+        self.engine = Engine(
+            verifier,
+            registry.build(config.drafter, context),
+            no_text if self.tokenizer is None else self._decode,
+            exact=config.exact,
+            rule=config.rule,
+            lossless=config.lossless,
         )
 
-    # --------------------------------------------------------------------------- generating
+    # ------------------------------------------------------------------------------ generating
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         errors: Literal["raise", "return"] = "raise",
-        scope: str | None = None,
+        namespace: str | None = None,
     ) -> list[Completion]:
         """Continues prompts, in batches. One completion for each of a prompt's n samples, in
         order. A request that fails does not stop the others: its error is raised at the end,
         with all `completions` on it, or returned in its Completion with errors="return".
-        `scope` says whose texts these are, to drafters that learn from earlier ones.
+        `namespace`: requests of one namespace may draft from each other's outputs.
         """
-        _one_of("errors", errors, ("raise", "return"))
-        asked: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if asked and isinstance(asked[0], int | Mapping):
-            asked = [asked]  # one prompt: ids, or a conversation
-        settings = [sampling] * len(asked) if not isinstance(sampling, Sequence) else list(sampling)
-        if len(settings) != len(asked):
-            raise ConfigError(f"{len(settings)} samplings for {len(asked)} prompts")
-        running: list[list[SequenceState] | DraftaheadError] = []
+        one_of("errors", errors, ("raise", "return"))
+        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if given and isinstance(given[0], int | Mapping):
+            given = [given]  # one prompt: ids, or a conversation
+        if isinstance(sampling_params, Sequence):
+            params = list(sampling_params)
+        else:
+            params = [sampling_params or SamplingParams()] * len(given)
+        if len(params) != len(given):
+            raise ConfigError(f"{len(params)} sampling_params for {len(given)} prompts")
+        groups: list[list[SequenceState] | DraftaheadError] = []
         try:
-            for prompt, one in zip(asked, settings, strict=True):
+            for prompt, one in zip(given, params, strict=True):
                 try:
-                    running.append(
-                        self.engine.add(self._request(prompt, one or SamplingParams(), scope=scope))
-                    )
+                    request = self._request(prompt, one, namespace=namespace)
+                    groups.append(self.engine.add(request))
                 except DraftaheadError as error:
-                    running.append(error)
-            while any(s.finish_reason is None for group in running for s in _live(group)):
+                    groups.append(error)
+            while any(s.finish_reason is None for group in groups for s in _sequences(group)):
                 self.engine.step()
         finally:  # also when interrupted: nothing stays behind in the engine
-            for group in running:
-                for sequence in _live(group):
+            for group in groups:
+                for sequence in _sequences(group):
                     self.engine.release(sequence)
-        completions = [c for i, group in enumerate(running) for c in self._completions(i, group)]
+        completions = [c for i, group in enumerate(groups) for c in self._completions(i, group)]
         failed = [c.error for c in completions if c.error is not None]
         if failed and errors == "raise":
             failed[0].completions = completions
@@ -192,56 +172,56 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
-        scope: str | None = None,
+        namespace: str | None = None,
     ) -> Completion:
         """The model's answer to a conversation, through its chat template."""
-        if sampling is not None and sampling.n != 1:
+        if sampling_params is not None and sampling_params.n != 1:
             raise ConfigError("chat gives one answer; use generate([messages], ...) for n of them")
-        return self.generate([messages], sampling, scope=scope)[0]
+        return self.generate([messages], sampling_params, namespace=namespace)[0]
 
     def stream(
         self,
         prompt: Prompt,
-        sampling: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         reuse: bool = False,
-        scope: str | None = None,
+        namespace: str | None = None,
     ) -> Generator[StreamChunk, None, Completion]:
         """Yields the text as it settles. The generator's value (`yield from`) is the Completion.
 
-        `reuse` starts from the keys that an earlier stream left in the cache, as far as the
+        `reuse` starts from the KV entries that an earlier stream left in the cache, as far as the
         prompts agree: for conversations.
         """
-        sampling = sampling or SamplingParams()
-        if sampling.n != 1:
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
             raise ConfigError("stream gives one text; use generate for n of them")
-        (sequence,) = self.engine.add(self._request(prompt, sampling, reuse=reuse, scope=scope))
+        request = self._request(prompt, params, reuse=reuse, namespace=namespace)
+        (sequence,) = self.engine.add(request)
         shown_tokens = shown_text = 0
         ended = False
         try:
             while not ended:
                 if sequence.finish_reason is None:
-                    self.engine.step()  # others' steps advance this sequence as well
+                    self.engine.step()  # steps of other streams advance this sequence as well
                 ended = sequence.finish_reason is not None
-                for piece in _settled(sequence, shown_tokens, shown_text):
-                    shown_tokens += len(piece.token_ids)
-                    shown_text += len(piece.text)
-                    yield piece
-        finally:  # a stream that is dropped frees its row
+                for chunk in _settled(sequence, shown_tokens, shown_text):
+                    shown_tokens += len(chunk.token_ids)
+                    shown_text += len(chunk.text)
+                    yield chunk
+        finally:  # a stream that is dropped frees its slot
             self.engine.release(sequence)
         if sequence.error is not None:
             raise sequence.error
         return self._completion(0, sequence)
 
     def explain(self) -> list[str]:
-        """Why it drafted as it did, so far: a sentence each."""
-        reasons = getattr(self.engine.drafter, "reasons", list)
-        warning = [] if self.engine.lossless else [NOT_LOSSLESS]
-        return [*warning, *self.engine.policy.reasons(), *reasons()]
+        """Why it drafted as it did so far, a sentence each."""
+        warning = [] if self.config.lossless else [NOT_LOSSLESS]
+        return [*warning, *self.engine.explain()]
 
-    # ----------------------------------------------------------------------- requests, checked
+    # ---------------------------------------------------------------------- requests, checked
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Text, ids or a conversation to the ids of a prompt."""
@@ -250,8 +230,8 @@ class LLM:
         except DraftaheadError:
             raise
         except Exception as failure:  # a template's own error, half a character, no ids at all
-            said = f"{type(failure).__name__}: {failure}"
-            raise PromptError(f"the prompt cannot be turned into tokens: {said}") from failure
+            reason = f"{type(failure).__name__}: {failure}"
+            raise PromptError(f"the prompt cannot be turned into tokens: {reason}") from failure
 
     def _encoded(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
@@ -272,67 +252,65 @@ class LLM:
     def _request(
         self,
         prompt: Prompt,
-        asked: SamplingParams,
+        given: SamplingParams,
         *,
         reuse: bool = False,
-        scope: str | None = None,
+        namespace: str | None = None,
     ) -> Request:
         ids = self.encode(prompt)
         if not ids:
             raise PromptError("the prompt is empty: give at least one token to continue from")
-        vocabulary, context = self.engine.target.vocabulary, self.engine.target.max_context
-        if outside := [i for i in ids if not 0 <= i < vocabulary]:
-            raise PromptError(f"token {outside[0]} is outside the vocabulary of {vocabulary}")
+        verifier = self.engine.verifier
+        vocab_size, context = verifier.vocab_size, verifier.max_context
+        if outside := [i for i in ids if not 0 <= i < vocab_size]:
+            raise PromptError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
         if len(ids) >= context:
             raise ContextLengthError(
                 f"the prompt has {len(ids)} tokens and the context {context}: shorten it"
                 + self._larger_context_hint()
             )
-        with_text = self.tokenizer is not None
-        sampling = generation_config.with_model_defaults(
-            asked, self.model, context - len(ids), has_tokenizer=with_text
+        params = generation_config.with_model_defaults(
+            given, self.model, context - len(ids), has_tokenizer=self.tokenizer is not None
         )
-        if len(ids) + (sampling.max_tokens or 0) > context:
+        if len(ids) + (params.max_tokens or 0) > context:
             raise ContextLengthError(
-                f"{len(ids)} prompt tokens and max_tokens={sampling.max_tokens} exceed the context "
+                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} exceed the context "
                 f"of {context}: ask for at most {context - len(ids)}" + self._larger_context_hint()
             )
-        if sampling.stops and self.tokenizer is None:
+        if params.stops and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; use stop_token_ids without one")
-        banned = self._bad_word_ids(sampling.bad_words)
+        bad_word_ids = self._bad_word_ids(params.bad_words)
         ids_in = {
-            "logit_bias": list(sampling.logit_bias or ()),
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "bad_words": [token for word in banned for token in word],
+            "logit_bias": list(params.logit_bias or ()),
+            "stop_token_ids": list(params.stop_token_ids),
+            "bad_words": [token for word in bad_word_ids for token in word],
         }
         for name, tokens in ids_in.items():
             for token in tokens:
-                if not 0 <= token < vocabulary:
+                if not 0 <= token < vocab_size:
                     raise ConfigError(
-                        f"{name}: token {token} is outside the vocabulary of {vocabulary}"
+                        f"{name}: token {token} is outside the vocabulary of {vocab_size}"
                     )
+        eos = generation_config.eos_token_ids(self.model, self.tokenizer)
         return Request(
             prompt=tuple(ids),
-            params=sampling,
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            eos_token_ids=frozenset(
-                i
-                for i in generation_config.eos_token_ids(self.model, self.tokenizer)
-                if i < vocabulary
-            ),
-            bad_word_ids=banned,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            eos_token_ids=frozenset(i for i in eos if i < vocab_size),
+            bad_word_ids=bad_word_ids,
             reuse=reuse,
-            scope=scope,
+            namespace=namespace,
         )
 
     def _larger_context_hint(self) -> str:
-        passes = self.engine.target.runner
-        if passes.max_context < passes.limit:
-            return f", or give the cache more room with max_context (at most {passes.limit})"
+        runner = self.engine.verifier.runner
+        if runner.max_context < runner.model_context:
+            most = runner.model_context
+            return f", or give the cache more room with max_context (at most {most})"
         return ""
 
     def _bad_word_ids(self, words: Sequence[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """A word is banned at the start of a text and after a space alike."""
+        """A word is forbidden at the start of a text and after a space alike."""
         found: list[tuple[int, ...]] = []
         for word in words:
             if not isinstance(word, str):
@@ -361,9 +339,9 @@ class LLM:
         return [self._completion(index, sequence) for sequence in group]
 
     def _completion(self, index: int, sequence: SequenceState) -> Completion:
-        sequence.stats.tokens = sequence.generated
+        sequence.stats.tokens = sequence.num_generated
         return Completion(
-            text=sequence.tail.text,
+            text=sequence.detokenizer.text,
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason or "error",
             logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
@@ -374,30 +352,27 @@ class LLM:
             index=index,
             sample=sequence.sample,
             error=sequence.error,
-            lossless=self.engine.lossless,
+            lossless=self.config.lossless,
         )
 
 
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} cannot be {value!r}{nearest(str(value), known)}")
-
-
-def _live(group: list[SequenceState] | DraftaheadError) -> list[SequenceState]:
+def _sequences(group: list[SequenceState] | DraftaheadError) -> list[SequenceState]:
     return [] if isinstance(group, DraftaheadError) else group
 
 
 def _settled(sequence: SequenceState, tokens: int, text: int) -> Iterator[StreamChunk]:
-    """What no stop string can take back any more, token by token where the text allows it."""
-    ended, tail, output = sequence.finish_reason, sequence.tail, sequence.output
-    settled = len(tail.text) if ended else tail.settled()
-    start = tokens
+    """What no stop string can take back any more, token by token where the text allows it; `tokens`
+    and `text` characters were shown before."""
+    ended, detokenizer, output = sequence.finish_reason, sequence.detokenizer, sequence.output
+    settled = len(detokenizer.text) if ended else detokenizer.settled()
+    starts, start = detokenizer.starts, tokens
     for index in range(tokens, len(output) - 1 if ended else len(output)):
         # A token's text ends where that of the next begins.
-        end = tail.starts[index + 1] if index + 1 < len(tail.starts) else len(tail.text)
-        if text < end <= settled or not tail.decodes:
+        end = starts[index + 1] if index + 1 < len(starts) else len(detokenizer.text)
+        if text < end <= settled or not detokenizer.has_text:
             ids, drafted = output[start : index + 1], sequence.drafted[start : index + 1]
-            yield StreamChunk(tail.text[text:end], ids, drafted)
+            yield StreamChunk(detokenizer.text[text:end], ids, drafted)
             start, text = index + 1, end
     if ended:  # whatever is left, with the reason
-        yield StreamChunk(tail.text[text:], output[start:], sequence.drafted[start:], ended)
+        rest = detokenizer.text[text:]
+        yield StreamChunk(rest, output[start:], sequence.drafted[start:], ended)

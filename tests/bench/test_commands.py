@@ -93,15 +93,15 @@ def test_kv_caches_are_freed_before_the_next_batch_size(
 ) -> None:
     made: list[weakref.ref[Any]] = []
     alive: list[int] = []  # KV caches in memory when another is made
-    sibling = LLM.sibling
+    with_drafter = LLM.with_drafter
 
     def recorded(first: LLM, *args: Any, **kwargs: Any) -> LLM:
         alive.append(sum(cache() is not None for cache in made))
-        llm = sibling(first, *args, **kwargs)
-        made.append(weakref.ref(llm.engine.target.runner.cache))
+        llm = with_drafter(first, *args, **kwargs)
+        made.append(weakref.ref(llm.engine.verifier.runner.cache))
         return llm
 
-    monkeypatch.setattr(LLM, "sibling", recorded)
+    monkeypatch.setattr(LLM, "with_drafter", recorded)
     arguments = ["bench", "--model", model_folder, "--prompts", "random", "--max-tokens", "4"]
     arguments += ["--batch", "2,3", "--repeats", "1", "--drafter", "lookup,auto"]
     assert run(*arguments) == 0

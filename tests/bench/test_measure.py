@@ -119,7 +119,7 @@ def test_weight_bytes_count_what_a_forward_pass_reads() -> None:
 
 
 def test_latency_is_measured_beside_the_memory_bound() -> None:
-    runner = ModelRunner(zoo.tiny("llama"), max_batch=1, max_context=64, spare=8)
+    runner = ModelRunner(zoo.tiny("llama"), max_batch=1, max_context=64, scratch_entries=8)
     curve = measure_latency(runner, num_tokens=(1, 4), context=16, repeats=3)
     assert [row["tokens"] for row in curve["latency"]] == [1, 4]
     assert curve["memory_bound_ms"] > 0

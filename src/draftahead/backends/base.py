@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftahead.core.types import ForwardOutput as ForwardOutput
+
 
 class CacheSlice(NamedTuple):
     """Where in the cache a pass stands."""
@@ -28,14 +30,6 @@ class DeviceTree(NamedTuple):
     def and_idle(self, rows: int) -> DeviceTree:
         """With so many rows behind them that hold no text."""
         return DeviceTree([*self.roots, *[0] * rows], F.pad(self.trees, (0, 0, 0, 0, 0, rows)))
-
-
-class ForwardOutput(NamedTuple):
-    """What a pass finds. Good until the next pass, which may write where it lies."""
-
-    logits: Tensor  # [B, N, V]
-    best: Tensor | None = None  # [B, N] the first of the largest, -1 where that is not finite
-    top: Tensor | None = None  # [B, N, 4] the largest, the best first, if found on the way
 
 
 class UnsupportedSpecError(Exception):

@@ -68,7 +68,7 @@ def recognise(model: Any, cache: KVCache, calls: dict[int, dict[str, Any]]) -> L
     eps = {_epsilon(norm) for norm in norms}
     require(len(eps) == 1, "different epsilons")
     require(not any(is_patched(module) for module in model.modules()), "hooks on its modules")
-    width, linears = cache.shapes[0].key_width, layers[0].linears
+    width, linears = cache.shapes[0].key_dim, layers[0].linears
     return LlamaSpec(
         model=model,
         embed=body.embed_tokens,
@@ -94,7 +94,9 @@ def _layer(layer: Any, cache: KVCache, call: dict[str, Any]) -> LayerSpec:
     require(set(dict(attention.named_children())) <= known, "other parts of the attention")
     parts = {"gate_proj", "up_proj", "down_proj", "act_fn"}
     require(set(dict(mlp.named_children())) == parts, "other parts of the feed-forward")
-    same = all(s.key_width == s.value_width and s.key_heads == s.value_heads for s in cache.shapes)
+    same = all(
+        s.key_dim == s.value_dim and s.num_key_heads == s.num_value_heads for s in cache.shapes
+    )
     require(same and len(set(cache.shapes)) == 1, "keys and values of different widths")
     require(call.get("softcap") is None and call.get("s_aux") is None, "softcap or sinks")
     linears = [getattr(attention, f"{name}_proj") for name in LINEARS[:4]]
@@ -107,7 +109,7 @@ def _layer(layer: Any, cache: KVCache, call: dict[str, Any]) -> LayerSpec:
         q_norm=None if norms[0] is None else norms[0].weight,
         k_norm=None if norms[1] is None else norms[1].weight,
         window=call.get("sliding_window") or 0,
-        scaling=call.get("scaling") or cache.shapes[0].key_width ** -0.5,
+        scaling=call.get("scaling") or cache.shapes[0].key_dim ** -0.5,
     )
 
 

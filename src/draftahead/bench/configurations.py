@@ -62,7 +62,7 @@ def with_drafters(
     """Plain decoding and each drafter, by name, over the weights of one model."""
     found = []
     for name, drafter in ({PLAIN: PLAIN} | dict(drafters)).items():
-        own = llm.sibling(
+        own = llm.with_drafter(
             drafter, max_batch=batch, max_context=context, lossless=lossless or name == PLAIN
         )
         found.append(Draftahead(name, own, batch))

@@ -38,16 +38,16 @@ def measure_latency(
     generator = torch.Generator().manual_seed(0)
 
     def random_tokens(count: int) -> torch.Tensor:
-        return torch.randint(0, runner.vocabulary, (1, count), generator=generator)
+        return torch.randint(0, runner.vocab_size, (1, count), generator=generator)
 
     runner.prefill(0, random_tokens(context)[0].tolist())
     jobs: dict[Any, Callable[[], Any]] = {
-        n: partial(runner.run, random_tokens(n)) for n in num_tokens
+        n: partial(runner.forward, random_tokens(n)) for n in num_tokens
     }
     jobs["read"] = memory_read(size, runner.device)
     if runner.max_context - context >= TREE_NODES:
         parents = torch.tensor([[-1, *((node - 1) // 2 for node in range(1, TREE_NODES))]])
-        jobs["tree"] = partial(runner.run, random_tokens(TREE_NODES), parents=parents)
+        jobs["tree"] = partial(runner.forward, random_tokens(TREE_NODES), parents=parents)
     times: dict[Any, list[float]] = {name: [] for name in jobs}
     for repetition in range(WARM_UP + repeats):
         for name, job in jobs.items():

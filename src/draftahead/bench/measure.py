@@ -47,13 +47,13 @@ def prepare(
     params: SamplingParams,
 ) -> tuple[list[PromptBatch], int]:
     """The batches of prompts (random ones for None), and the context that they need."""
-    target, max_tokens = llm.engine.target, params.max_tokens or 0
+    target, max_tokens = llm.engine.verifier, params.max_tokens or 0
     if prompts is None:
         longest = max(1, target.max_context - max_tokens)
-        batches = random_batches(target.vocabulary, batch, limit or RANDOM_PROMPTS, longest)
+        batches = random_batches(target.vocab_size, batch, limit or RANDOM_PROMPTS, longest)
     else:
         batches = batches_by_task(prompts, llm.encode, batch, limit)
-    return batches, context_for(batches, max_tokens, target.runner.limit)
+    return batches, context_for(batches, max_tokens, target.runner.model_context)
 
 
 def batches_by_task(
@@ -207,8 +207,8 @@ def _engine_result(configuration: Draftahead, batches: Sequence[PromptBatch]) ->
         "acceptance_rate": stats.acceptance_rate,
         "drafted_at": stats.drafted_at,
         "accepted_at": stats.accepted_at,
-        "steps_by_nodes": stats.scored,
-        "seconds_by_nodes": stats.scored_seconds,
+        "steps_by_nodes": stats.steps_by_nodes,
+        "seconds_by_nodes": stats.seconds_by_nodes,
         # Sequences of a batch share forward passes; the seconds of each count them in full.
         "ms_per_forward": 1e3 * stats.verify_seconds / stats.steps,
         "ms_per_step": 1e3 * stats.decode_seconds / stats.steps,
@@ -222,6 +222,9 @@ def _engine_result(configuration: Draftahead, batches: Sequence[PromptBatch]) ->
 def _forward_passes_ms(outcomes: Sequence[Outcome], forward_ms: Callable[[int], float]) -> float:
     """Predicted time of all forward passes of a text: their number by nodes, times the latency."""
     return median(
-        sum(count * forward_ms(nodes) for nodes, count in enumerate(outcome.stats.scored, start=1))
+        sum(
+            count * forward_ms(nodes)
+            for nodes, count in enumerate(outcome.stats.steps_by_nodes, start=1)
+        )
         for outcome in outcomes
     )

@@ -20,8 +20,9 @@ from draftahead.bench.configurations import PLAIN, Configuration, Draftahead, tr
 from draftahead.bench.latency import measure_latency
 from draftahead.bench.machine import peak_memory, provenance
 from draftahead.bench.measure import OVERALL, PromptBatch, measure, results_of
+from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.core.types import Batch, Draft, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError, nearest
 from draftahead.llm import LLM
@@ -178,15 +179,9 @@ class PerfectDrafter(Drafter):
     def propose(self, batch: Batch) -> Draft | None:
         chains = []
         for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
-            text, at = self.texts.get(sequence.request.prompt, []), sequence.generated
+            text, at = self.texts.get(sequence.request.prompt, []), sequence.num_generated
             chains.append(text[at : at + min(self.num_drafted, max_depth)])
         return Draft.chains(batch.roots, chains) if any(chains) else None
-
-    def learn(self, batch: Batch, verdict: Verdict, output: ForwardOutput) -> None:
-        pass
-
-    def release(self, sequence: SequenceState) -> None:
-        pass
 
 
 @torch.no_grad()
@@ -234,7 +229,7 @@ def overheads(
     sizes = tuple(sorted({1, 2, 4, num_drafted + 1, 8, 16, 32}))
     context = PROMPT_LENGTH + 64
     target = measure_latency(
-        ours[PLAIN].llm.engine.target.runner, num_tokens=sizes, context=context
+        ours[PLAIN].llm.engine.verifier.runner, num_tokens=sizes, context=context
     )
     draft = measure_latency(draft_runner, num_tokens=(1, 2), context=context)["latency"]
     target_ms = {row["tokens"]: row["median_ms"] for row in target["latency"]}

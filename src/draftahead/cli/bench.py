@@ -82,7 +82,7 @@ def bench(
     sizes = options.split_numbers("--batch", batch)
     prompts = None if measured.prompts == "random" else load_prompts(measured.prompts)
     llm = model.build("none")
-    runner = llm.engine.target.runner
+    runner = llm.engine.verifier.runner
     report = provenance() | {"model": model.model, "quantize": model.quantize}
     if latency:
         with progress_bar("latency by number of tokens", REPEATS + WARM_UP) as step:

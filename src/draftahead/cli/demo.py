@@ -60,7 +60,7 @@ def demo(
         drafted.model,
         "none",
         tokenizer=drafted.tokenizer,
-        max_context=drafted.engine.target.max_context,
+        max_context=drafted.engine.verifier.max_context,
         max_batch=1,
     )
     prompts = [

@@ -25,8 +25,8 @@ def models(
     if check:
         chosen = options.LLMOptions(model or "smollm2", dtype, device, quantize)
         llm: Any = chosen.build("none")
-        for line in llm.describe():
-            typer.echo(line)
+        lines = llm.describe()
+        typer.echo(lines if isinstance(lines, str) else "\n".join(lines))
         return
     if model is not None:
         raise ConfigError(f"to check how {model} would run, add --check")

@@ -50,7 +50,7 @@ def tune(
     name = str(config.get("method", "draft_model"))
     report: dict[str, Any] = provenance() | {"model": model.model, "drafter": name, "batch": batch}
     with options.progress_bar(notes, "latency by number of tokens", REPEATS + WARM_UP) as step:
-        report |= measure_latency(llm.engine.target.runner, progress=step)
+        report |= measure_latency(llm.engine.verifier.runner, progress=step)
     console.print(latency_table(report))
     batches, context = prepare(llm, prompts, batch, measured.limit, params)
     drafters = {str(n): config | {"num_speculative_tokens": n} for n in numbers}

@@ -21,6 +21,9 @@ from typing import NamedTuple
 
 from draftahead.control.promises import Offer
 from draftahead.control.rates import BINS, Calibration, Usual
+from draftahead.core import tree
+from draftahead.core.draft import Draft
+from draftahead.core.types import Batch, Verdict
 
 SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
 SURVEY_WARM_UP = 1.0  # seconds that a first pass of each width may take in all, at the start
@@ -200,6 +203,57 @@ class Policy:
     usual: Usual = field(default_factory=Usual)  # worth of a text's best nodes
     idle: int = 0  # steps since the drafter was last asked
     rested: bool = False  # it was not asked at the last step
+
+    # ---------------------------------------------------------------- what the engine calls
+
+    def begin(self, batch: Batch) -> Costs:
+        """The batch that costs are for from now on."""
+        self.costs.situate(len(batch.sequences), sum(len(s.tokens) for s in batch.sequences))
+        return self.costs
+
+    def part_to_verify(self, draft: Draft) -> Draft:
+        """The nodes that are worth verifying, by the drafter's confidence."""
+        worths = self._worths(draft)
+        width = self.width(worths)
+        self.tally.declined += width == 1
+        return draft.part([tree.most_confident(row, width - 1) for row in worths])
+
+    def note_no_draft(self) -> None:
+        self.tally.nothing += 1
+
+    def observe(
+        self,
+        batch: Batch,
+        verdict: Verdict,
+        proposed: Draft | None,
+        spent: Spent,
+        *,
+        width: int,
+        asked: bool,
+        unseen: bool,
+    ) -> None:
+        """A step: what the drafter `proposed` with confidence, the nodes per sequence that were
+        verified (`width`), and its seconds. `asked`: the drafter was, and it is adaptive. `unseen`:
+        the draft was verified as a device built it."""
+        confidence = []
+        if proposed is not None and proposed.confidence is not None:
+            for b, emitted in enumerate(verdict.tokens):
+                size = proposed.num_nodes[b]
+                tokens, parents = proposed.tokens[b][:size], proposed.parents[b][:size]
+                outcomes = tree.outcomes(tokens, parents, emitted)[1:]
+                pairs = zip(proposed.confidence[b], outcomes, strict=True)
+                confidence += [(stated, came) for stated, came in pairs if came is not None]
+            if unseen:
+                self.note_usual([sorted(row, reverse=True) for row in self._worths(proposed)])
+        self.begin(batch)  # a next step may be under way, for other sequences
+        tokens_emitted = sum(map(len, verdict.tokens))
+        self.note(len(batch.sequences), width, tokens_emitted, spent, confidence, asked=asked)
+
+    def _worths(self, draft: Draft) -> list[list[float]]:
+        assert draft.confidence is not None
+        return [self.worth(*row) for row in zip(draft.confidence, draft.parents, strict=True)]
+
+    # --------------------------------------------------------------------------- decisions
 
     def asks(self, texts: int, expected_offer: Offer | None = None) -> bool:
         """Whether to ask the drafter at all: not while the guard has it paused, nor where even its

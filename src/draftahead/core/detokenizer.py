@@ -1,4 +1,4 @@
-"""Ids to text as they come, and where a stop string cuts it."""
+"""Token ids to text, incrementally, and where a stop string cuts it."""
 
 from __future__ import annotations
 
@@ -16,39 +16,41 @@ class Detokenizer:
     """The text of a growing output, and the place in it where each token's text begins.
 
     A token may hold part of a character only: its text appears with the token that completes it.
-    Decoding waits until somebody looks: then it does not stand between two passes.
+    Decoding is deferred until the text is read: then it does not stand between two forwards.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
-        self._decode, self._stops = decode, tuple(stops)
+        self._decode, self.stops = decode, tuple(stops)
         self._longest_stop = max((len(stop) for stop in stops), default=0)
-        self.decodes = decode is not no_text
+        self.has_text = decode is not no_text
         self._text = ""
         self._starts: list[int] = []  # of each token, in characters
-        self._pushed: list[int] = []  # tokens nobody has looked at yet
+        self._pushed: list[int] = []  # tokens that are not decoded yet
         self._ids: list[int] = []
-        self._seen = 0  # tokens whose text is in self.text
+        self._decoded = 0  # tokens whose text is in self._text
         self._ended = False
-        self._context = 0  # decoding starts here: a word's first piece may depend on the one before
+        # Decoding starts at this token: how a word's first piece is written may depend on the one
+        # before it.
+        self._context = 0
 
     @property
     def text(self) -> str:
-        self._look()
+        self._catch_up()
         return self._text
 
     @property
     def starts(self) -> list[int]:
-        self._look()
+        self._catch_up()
         return self._starts
 
     def push(self, token: int) -> None:
         self._pushed.append(token)
 
     def flush(self) -> None:
-        """The text has ended: what is still incomplete is shown as it is."""
+        """The output has ended: an incomplete character is shown as it is."""
         self._ended = True
 
-    def _look(self) -> None:
+    def _catch_up(self) -> None:
         for token in self._pushed:
             self._ids.append(token)
             self._starts.append(len(self._text))
@@ -61,20 +63,20 @@ class Detokenizer:
             self._take(self._undecoded())
 
     def _undecoded(self) -> str:
-        known = self._decode(self._ids[self._context : self._seen])
+        known = self._decode(self._ids[self._context : self._decoded])
         return self._decode(self._ids[self._context :])[len(known) :]
 
     def _take(self, new: str) -> None:
         self._text += new
-        self._context, self._seen = self._seen, len(self._ids)
+        self._context, self._decoded = self._decoded, len(self._ids)
+
+    # ------------------------------------------------------------------------------ stop strings
 
     def find_stop(self) -> int | None:
         """Where the first stop string begins, or None. Only one that the newest token completes
         counts: earlier ones were looked for earlier, or came before min_tokens."""
-        if not self._stops:
-            return None
         new = self.starts[-1] if self.starts else 0
-        ends = ((stop, max(0, new - len(stop) + 1)) for stop in self._stops)
+        ends = ((stop, max(0, new - len(stop) + 1)) for stop in self.stops)
         found = [at for stop, since in ends if (at := self.text.find(stop, since)) >= 0]
         return min(found, default=None)
 
@@ -82,14 +84,14 @@ class Detokenizer:
         """How many characters no stop string can take back any more."""
         text = self.text
         for start in range(max(0, len(text) - self._longest_stop), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stops):
+            if any(stop.startswith(text[start:]) for stop in self.stops):
                 return start
         return len(text)
 
     def cut(self, at: int) -> int:
-        """Ends the text at a character. Returns how many tokens lie wholly before it: those
-        from the one in which the cut falls are no longer part of the output."""
-        self._look()
+        """Ends the text at a character. Returns how many tokens lie wholly before it: those from
+        the one in which the cut falls are no longer part of the output."""
+        self._catch_up()
         self._text = self._text[:at]
         begin = max((start for start in self.starts if start <= at), default=0)
         return self.starts.index(begin) if self.starts else 0

@@ -1,6 +1,6 @@
-"""A draft: a tree of guesses a row, which the target scores in one pass.
+"""A draft: a tree of tokens for each sequence, which the target verifies in one forward.
 
-Shapes: B rows of the batch, N nodes of a draft (node 0 is the root), V vocabulary.
+Shapes: B sequences of the batch, N nodes of a draft (node 0 is the root), V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,120 +8,75 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-CONFIDENCE_SCALE = 1 << 20  # a likelihood of 1, where a device hands it over as a whole number
+from draftahead.core import tree
 
-
-class DeviceTimer(Protocol):
-    """Times one thing after the other."""
-
-    def mark(self) -> None:
-        """Here one ends and another begins."""
-
-    def laps(self) -> list[float]:
-        """Seconds of each of them."""
-
-
-class DeviceDraft(NamedTuple):
-    """Trees under way on a device: nobody has looked at them when they are scored."""
-
-    roots: list[int]
-    trees: Tensor  # [B, 3, N] int64: tokens, parents, and claims as parts of SURE
-    clock: DeviceTimer  # of the device: for growing them, and for scoring them
+# Confidence 1.0 as the integer that a device stores: a tree built on a device is one int64 tensor.
+CONFIDENCE_SCALE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree of guesses a row. Node 0 is the root: the last agreed token."""
+    """A tree of tokens for each sequence, known to the host. Node 0 is the root: the last accepted
+    token."""
 
-    tokens: Tensor  # [B, N] int64; may lie on a device and not be known to the host yet
-    # [B, N] int64; parents[:, 0] is -1, a parent stands before its children; may lie there as well
-    parents: Tensor
-    num_nodes: list[int]  # nodes of each row, the root included; the rest is padding
-    probs: Tensor | None = None  # [B, N, V]: what the children of a node were drawn from
-    # [b][n]: how likely node n + 1 seems to be reached and right; no child is likelier than its
-    # parent. A drafter that says so leaves it to the policy how much of the draft is scored.
+    tokens: list[list[int]]  # [B][N]
+    parents: list[list[int]]  # [B][N]; -1 for the root; a parent stands before its children
+    num_nodes: list[int]  # [B] the root included; nodes behind are padding, children of the root
+    # [b][n] the probability that node n + 1 is accepted; at most that of its parent. A drafter that
+    # states it leaves it to the policy how many nodes are verified.
     confidence: list[list[float]] | None = None
-    on_device: DeviceDraft | None = None  # trees that a device still works on
+    probs: Tensor | None = None  # [B, N, V] the distribution that a node's children were drawn from
 
     @cached_property
-    def host_tokens(self) -> list[list[int]]:
-        """The tokens, known to the host."""
-        if self.on_device is not None:
-            return self._settled(self.on_device.trees.flatten(1).tolist())[0]
-        return self.tokens.tolist()
+    def token_tensor(self) -> Tensor:
+        """[B, N] int64."""
+        return torch.tensor(self.tokens)
 
     @cached_property
-    def host_parents(self) -> list[list[int]]:
-        """The parents as lists."""
-        if self.on_device is not None:
-            return self._settled(self.on_device.trees.flatten(1).tolist())[1]
-        return self.parents.tolist()
+    def parent_tensor(self) -> Tensor:
+        """[B, N] int64."""
+        return torch.tensor(self.parents)
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no row branches."""
-        chain = list(range(-1, self.parents.shape[1] - 1))
-        return all(row == chain for row in self.host_parents)
+        """Whether no tree branches."""
+        chain = list(range(-1, self.width - 1))
+        return all(parents == chain for parents in self.parents)
 
-    def read_with(self, found: Tensor) -> list[list[int]]:
-        """Reads `found` [B, M] back from the device, and the tokens along with it: one wait."""
-        if self.on_device is not None and "host_tokens" not in self.__dict__:
-            trees = self.on_device.trees.flatten(1)
-            both = torch.cat([trees, found], 1).tolist()
-            self._settled(both)
-            return [row[trees.shape[1] :] for row in both]
-        if self.tokens.device != found.device or "host_tokens" in self.__dict__:
-            return found.tolist()
-        width = self.tokens.shape[1]
-        both = torch.cat([self.tokens, found], 1).tolist()
-        self.__dict__["host_tokens"] = [row[:width] for row in both]
-        return [row[width:] for row in both]
+    @property
+    def width(self) -> int:
+        """N: the nodes of the largest tree, to which the others are padded."""
+        return len(self.tokens[0])
 
-    def _settled(self, read: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-        """What the device has grown, by [tokens, parents, claims] a row. It was scored as it was,
-        unseen: a row that is no tree after all counts as its root alone."""
-        assert self.on_device is not None
-        width, roots = self.tokens.shape[1], self.on_device.roots
-        rows, above, confidence = [], [], []
-        for b, (root, row) in enumerate(zip(roots, read, strict=True)):
-            tokens, parents = [root, *row[1:width]], [-1, *row[width + 1 : 2 * width]]
-            if not all(0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
-                tokens, parents, self.num_nodes[b] = [root] * width, [-1] + [0] * (width - 1), 1
-            said, likely = row[2 * width + 1 : 3 * width][: self.num_nodes[b] - 1], [1.0]
-            for node, claim in enumerate(said, start=1):
-                likely.append(min(max(0.0, claim / CONFIDENCE_SCALE), likely[parents[node]]))
-            rows.append(tokens)
-            above.append(parents)
-            confidence.append(likely[1:])
-        self.__dict__.update(host_tokens=rows, host_parents=above, confidence=confidence)
-        return rows, above
+    def read(self, found: Tensor) -> tuple[Draft, list[list[int]]]:
+        """The draft and `found` [B, M] on the host: see DeviceDraft."""
+        return self, found.tolist()
 
-    def copied(self) -> Draft:
-        """For others to look at: what they do to its lists stays theirs."""
-        found = Draft(self.tokens, self.parents, list(self.num_nodes))
-        rows, above = (
-            [list(row) for row in rows] for rows in (self.host_tokens, self.host_parents)
-        )
-        found.__dict__.update(host_tokens=rows, host_parents=above, is_chain=self.is_chain)
-        return found
+    def part(self, kept: Sequence[Sequence[int]]) -> Draft:
+        """The draft with these nodes only: of each tree ascending, the root first, none without its
+        parent."""
+        if all(len(nodes) == size for nodes, size in zip(kept, self.num_nodes, strict=True)):
+            return self
+        assert self.probs is None, "leaving out drawn tokens would bias the output"
+        trees, confidence = [], []
+        for b, nodes in enumerate(kept):
+            parents = tree.reindexed(self.parents[b], nodes)
+            tokens = [self.tokens[b][n] for n in nodes[1:]]
+            trees.append(list(zip(tokens, parents[1:], strict=True)))
+            if self.confidence is not None:
+                confidence.append([self.confidence[b][n - 1] for n in nodes[1:]])
+        roots = [tokens[0] for tokens in self.tokens]
+        return Draft.trees(roots, trees, confidence if self.confidence is not None else None)
 
     @staticmethod
-    def from_device(growing: DeviceDraft) -> Draft:
-        """Trees that a device is still growing. Their claims will be known with them."""
-        tokens, parents, _ = growing.trees.unbind(1)
-        draft = Draft(tokens, parents, [tokens.shape[1]] * len(tokens), on_device=growing)
-        draft.__dict__["is_chain"] = False
-        return draft
-
-    @staticmethod
-    def nothing(roots: Sequence[int]) -> Draft:
-        """Roots alone: plain decoding."""
-        return Draft.chains(roots, [()] * len(roots))
+    def root_only(roots: Sequence[int]) -> Draft:
+        """No guesses: plain decoding."""
+        return Draft([[root] for root in roots], [[-1]] * len(roots), [1] * len(roots))
 
     @staticmethod
     def chains(
@@ -129,20 +84,14 @@ class Draft:
         guesses: Sequence[Sequence[int]],
         confidence: list[list[float]] | None = None,
     ) -> Draft:
-        """A draft without branches: each row's guesses follow its root."""
-        width = 1 + max((len(row) for row in guesses), default=0)
-        rows = [
-            [root, *row] + [root] * (width - 1 - len(row))
-            for root, row in zip(roots, guesses, strict=True)
+        """A draft without branches: the guesses of each sequence follow its root."""
+        width = 1 + max((len(chain) for chain in guesses), default=0)
+        tokens = [
+            [root, *chain] + [root] * (width - 1 - len(chain))
+            for root, chain in zip(roots, guesses, strict=True)
         ]
-        chain = list(range(-1, width - 1))
-        parents = torch.tensor(chain).expand(len(rows), width)
-        sizes = [1 + len(row) for row in guesses]
-        draft = Draft(torch.tensor(rows), parents, sizes, confidence=confidence)
-        draft.__dict__.update(
-            host_tokens=rows, host_parents=[chain] * len(rows), is_chain=True
-        )  # known already
-        return draft
+        parents = [list(range(-1, width - 1))] * len(tokens)
+        return Draft(tokens, parents, [1 + len(chain) for chain in guesses], confidence)
 
     @staticmethod
     def trees(
@@ -150,17 +99,90 @@ class Draft:
         trees: Sequence[Sequence[tuple[int, int]]],
         confidence: list[list[float]] | None = None,
     ) -> Draft:
-        """A draft from (token, parent) pairs a row; parent 0 is the root, 1 the first pair."""
-        if all(parent == node for tree in trees for node, (_, parent) in enumerate(tree)):
-            return Draft.chains(roots, [[token for token, _ in tree] for tree in trees], confidence)
-        width = 1 + max((len(tree) for tree in trees), default=0)
-        rows, above = [], []
-        for root, tree in zip(roots, trees, strict=True):
-            spare = width - 1 - len(tree)
+        """A draft from (token, parent) pairs; parent 0 is the root, 1 the first pair."""
+        if all(parent == node for pairs in trees for node, (_, parent) in enumerate(pairs)):
+            chains = [[token for token, _ in pairs] for pairs in trees]
+            return Draft.chains(roots, chains, confidence)
+        width = 1 + max((len(pairs) for pairs in trees), default=0)
+        tokens, parents = [], []
+        for root, pairs in zip(roots, trees, strict=True):
+            padding = width - 1 - len(pairs)
             # Padding hangs below the root: no path leads there, and it costs no depth.
-            rows.append([root, *[token for token, _ in tree], *[root] * spare])
-            above.append([-1, *[parent for _, parent in tree], *[0] * spare])
-        sizes = [1 + len(tree) for tree in trees]
-        draft = Draft(torch.tensor(rows), torch.tensor(above), sizes, confidence=confidence)
-        draft.__dict__.update(host_tokens=rows, host_parents=above, is_chain=False)  # known already
-        return draft
+            tokens.append([root, *[token for token, _ in pairs], *[root] * padding])
+            parents.append([-1, *[parent for _, parent in pairs], *[0] * padding])
+        return Draft(tokens, parents, [1 + len(pairs) for pairs in trees], confidence)
+
+
+class DeviceTimer(Protocol):
+    """Times work that a device is sent, one piece after the other."""
+
+    def mark(self) -> None:
+        """Here one piece ends and another begins."""
+
+    def laps(self) -> list[float]:
+        """Seconds of each piece."""
+
+
+@dataclass(frozen=True)
+class DeviceDraft:
+    """A draft whose tokens lie on a device and are not known to the host: it is verified as it is,
+    and read back with the verdict, in one wait for the device."""
+
+    roots: list[int]
+    token_tensor: Tensor  # [B, N] int64
+    num_nodes: list[int]
+    probs: Tensor | None = None  # [B, N, V] as in Draft
+    # [B, 3, N] int64: tokens, parents, and confidence in units of 1 / CONFIDENCE_SCALE. None: a
+    # chain without confidence.
+    trees: Tensor | None = None
+    timer: DeviceTimer | None = None  # of building the trees, and of verifying them
+
+    @property
+    def is_chain(self) -> bool:
+        return self.trees is None
+
+    @property
+    def parent_tensor(self) -> Tensor:
+        """[B, N] int64; on the device, where trees are."""
+        if self.trees is not None:
+            return self.trees[:, 1]
+        return torch.arange(-1, self.width - 1).expand(len(self.roots), self.width)
+
+    @property
+    def width(self) -> int:
+        return self.token_tensor.shape[1]
+
+    @staticmethod
+    def of_trees(roots: list[int], trees: Tensor, timer: DeviceTimer) -> DeviceDraft:
+        """Trees that a device is still building."""
+        batch, _, width = trees.shape
+        return DeviceDraft(roots, trees[:, 0], [width] * batch, trees=trees, timer=timer)
+
+    def read(self, found: Tensor) -> tuple[Draft, list[list[int]]]:
+        """The draft on the host, and with it `found` [B, M], which lies on the same device."""
+        own = self.token_tensor if self.trees is None else self.trees.flatten(1)
+        rows = torch.cat([own, found], 1).tolist()
+        drafted = [row[: own.shape[1]] for row in rows]
+        others = [row[own.shape[1] :] for row in rows]
+        if self.trees is None:
+            parents = [list(range(-1, self.width - 1))] * len(rows)
+            return Draft(drafted, parents, self.num_nodes, probs=self.probs), others
+        return self._validated(drafted), others
+
+    def _validated(self, rows: list[list[int]]) -> Draft:
+        """Trees by rows of tokens, parents and confidence. They were verified unseen; a row that is
+        no tree counts as its root alone."""
+        width, sizes = self.width, list(self.num_nodes)
+        tokens, parents, confidence = [], [], []
+        for b, (root, row) in enumerate(zip(self.roots, rows, strict=True)):
+            own_tokens, own_parents = [root, *row[1:width]], [-1, *row[width + 1 : 2 * width]]
+            if not all(0 <= parent < node for node, parent in enumerate(own_parents[1:], 1)):
+                own_tokens, own_parents = [root] * width, [-1] + [0] * (width - 1)
+                sizes[b] = 1
+            own = [1.0]
+            for node, value in enumerate(row[2 * width + 1 : 3 * width][: sizes[b] - 1], start=1):
+                own.append(min(max(0.0, value / CONFIDENCE_SCALE), own[own_parents[node]]))
+            tokens.append(own_tokens)
+            parents.append(own_parents)
+            confidence.append(own[1:])
+        return Draft(tokens, parents, sizes, confidence)

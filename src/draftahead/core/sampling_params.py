@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from draftahead.core.draft import Draft as Draft
 from draftahead.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +19,21 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None  # over prompt and output
-    presence_penalty: float = 0.0  # over the output, as the next one
+    presence_penalty: float = 0.0  # over the output, as is the next one
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    bad_words: Sequence[str | Sequence[int]] = ()  # text, or token ids, never to be written
-    min_tokens: int | None = None  # no end before so many tokens
+    bad_words: Sequence[str | Sequence[int]] = ()  # text or token ids that are never emitted
+    min_tokens: int | None = None  # the output does not end before so many tokens
     max_tokens: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    n: int = 1
-    seed: int | None = None  # None: a fresh one, told in Completion.seed
-    logprobs: int | None = None  # how many of the likeliest tokens to tell; 0: the chosen one only
-    raw_logprobs: bool = False  # of the model's own law instead of the one sampled from
+    n: int = 1  # samples of a prompt
+    seed: int | None = None  # None: a fresh one, found in Completion.seed
+    logprobs: int | None = None  # how many of the most likely tokens; 0: the chosen one only
+    raw_logprobs: bool = False  # of the model's own logits, not of the distribution sampled from
     # transformers LogitsProcessors. They are called with the whole path of a node and must be
-    # stateless: drafted paths that are later rejected pass through them too.
+    # stateless: drafted paths that are rejected pass through them too.
     processors: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
@@ -83,5 +79,18 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop)
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the distribution at a node depends on more than its logits: on the tokens before
+        it, on a bias, or on a processor of the user's."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty not in (None, 1.0)
+            or self.logit_bias
+            or self.processors
+            or self.min_tokens
+        )

@@ -1,4 +1,4 @@
-"""Counts and seconds, with one definition each."""
+"""Counts and seconds of decoding, with one definition each."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 
 @dataclass
 class Stats:
     """Counts and seconds of one sequence, or of several added up.
 
-    Seconds are wall time of the steps that the sequence took part in: batch mates share them. What
-    a device does while the reader of a stream is busy with something else is not counted.
+    Seconds are wall time of the steps that the sequence took part in: the sequences of a batch share
+    them. Not counted: what a device does while the reader of a stream is busy with something else.
     """
 
     prompt_tokens: int = 0
     tokens: int = 0
-    steps: int = 0  # target passes
+    steps: int = 0  # forwards of the target
     drafted: int = 0
     accepted: int = 0
-    drafted_at: list[int] = field(default_factory=list)  # by depth, from depth 1
+    drafted_at: list[int] = field(default_factory=list)  # steps that drafted at depth 1, 2, ...
     accepted_at: list[int] = field(default_factory=list)
-    scored: list[int] = field(default_factory=list)  # steps by the nodes scored, from 1 node
-    scored_seconds: list[float] = field(default_factory=list)  # and how long the target took
+    steps_by_nodes: list[int] = field(default_factory=list)  # forwards over 1, 2, ... nodes
+    seconds_by_nodes: list[float] = field(default_factory=list)  # and what they took
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
-    verify_seconds: float = 0.0  # the target's pass, the acceptance rule, the cache
+    verify_seconds: float = 0.0  # the target's forward, the acceptance rule, the KV cache
     other_seconds: float = 0.0
-    reused_tokens: int = 0  # prompt tokens whose keys were still in the cache
+    reused_tokens: int = 0  # prompt tokens whose KV entries were in the cache already
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a target pass: the drafted ones it accepted and its own."""
+        """Tokens emitted per target forward: the accepted ones and the target's own."""
         return 1 + self.accepted / self.steps if self.steps else 0.0
 
     @property
     def acceptance_rate(self) -> float:
+        """Accepted drafted tokens / drafted tokens."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
@@ -54,22 +55,21 @@ class Stats:
     def tokens_per_second(self) -> float:
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def count(
-        self, drafted_depths: Sequence[int], accepted: int, nodes: int = 1, seconds: float = 0.0
+    def add_step(
+        self, depths: Sequence[int], accepted: int, num_nodes: int = 1, seconds: float = 0.0
     ) -> None:
-        """Takes note of one step: the depth of every drafted node, how many were kept; and of the
-        pass, which mates may have made wider, its nodes a text and its time."""
+        """Counts one step: the depth of every drafted node, how many were accepted; and of the
+        forward the nodes per sequence (of the largest tree in the batch) and its time."""
         self.steps += 1
-        self.scored.extend([0] * (nodes - len(self.scored)))
-        self.scored_seconds.extend([0.0] * (nodes - len(self.scored_seconds)))
-        self.scored[nodes - 1] += 1
-        self.scored_seconds[nodes - 1] += seconds
-        self.drafted += len(drafted_depths)
+        _grow(self.steps_by_nodes, num_nodes, 0)
+        _grow(self.seconds_by_nodes, num_nodes, 0.0)
+        self.steps_by_nodes[num_nodes - 1] += 1
+        self.seconds_by_nodes[num_nodes - 1] += seconds
+        self.drafted += len(depths)
         self.accepted += accepted
-        deepest = max(drafted_depths, default=0)
         for counts in (self.drafted_at, self.accepted_at):
-            counts.extend([0] * (deepest - len(counts)))
-        for depth in set(drafted_depths):
+            _grow(counts, max(depths, default=0), 0)
+        for depth in set(depths):
             self.drafted_at[depth - 1] += 1
         for depth in range(1, accepted + 1):
             self.accepted_at[depth - 1] += 1
@@ -78,8 +78,8 @@ class Stats:
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if isinstance(mine, list):
-                width = max(len(mine), len(theirs))
-                pad = [[*counts, *[0] * (width - len(counts))] for counts in (mine, theirs)]
+                length = max(len(mine), len(theirs))
+                pad = [[*counts, *[0] * (length - len(counts))] for counts in (mine, theirs)]
                 setattr(self, item.name, [a + b for a, b in zip(*pad, strict=True)])
             else:
                 setattr(self, item.name, mine + theirs)
@@ -90,11 +90,16 @@ class Stats:
         return raw | {name: getattr(self, name) for name in names}
 
 
-class CompileTime:
-    """Seconds that have gone into compiling and recording, in all. They are part of the wall time,
-    and no price of a step: the next one of its kind is without."""
+def _grow(counts: list[Any], length: int, zero: float) -> None:
+    if len(counts) < length:
+        counts.extend([zero] * (length - len(counts)))
 
-    seconds = 0.0
+
+class CompileTime:
+    """Seconds that this process has spent on compiling kernels and capturing graphs. They count as
+    wall time, but not as the cost of a step: the next one of its kind does without."""
+
+    seconds: ClassVar[float] = 0.0
 
     @classmethod
     @contextmanager
@@ -106,44 +111,49 @@ class CompileTime:
             cls.seconds += time.perf_counter() - start
 
 
+Stage = Literal["prefill", "draft", "verify", "other"]
+
+
 class StepTimer:
-    """Seconds by stage of one step. A device's work counts where the host waits for it."""
+    """Seconds of one step by stage. Work of a device counts where the host waits for it."""
 
     def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
-        self._set_up: dict[str, float] = {}  # what of it went into compiling and recording
-        self._last, self._before = time.perf_counter(), CompileTime.seconds
-        self._stopped: float | None = None
+        self.seconds: dict[Stage, float] = {}
+        self._compiling: dict[Stage, float] = {}  # what of it was CompileTime
+        self._last, self._compiled = time.perf_counter(), CompileTime.seconds
+        self._paused: float | None = None
 
-    def lap(self, stage: str) -> None:
-        """What passed since the last lap goes to this stage."""
-        now, before = time.perf_counter(), CompileTime.seconds
-        self.spent[stage] = self.spent.get(stage, 0.0) + now - self._last
-        self._set_up[stage] = self._set_up.get(stage, 0.0) + before - self._before
-        self._last, self._before = now, before
+    def lap(self, stage: Stage) -> None:
+        """The time since the last lap belongs to this stage."""
+        now, compiled = time.perf_counter(), CompileTime.seconds
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        if compiled != self._compiled:
+            spent = compiled - self._compiled
+            self._compiling[stage] = self._compiling.get(stage, 0.0) + spent
+        self._last, self._compiled = now, compiled
 
-    def price(self, stage: str) -> float:
-        """Without what the next step of its kind will not take."""
-        return self.spent[stage] - self._set_up.get(stage, 0.0)
+    def cost(self, stage: Stage) -> float:
+        """Seconds of a stage without compilation: what the next step of its kind will take."""
+        return self.seconds[stage] - self._compiling.get(stage, 0.0)
 
-    def shift(self, stage: str, to: str, but: float) -> None:
-        """All but so many seconds of a stage were another's. If something was also compiled or
-        recorded then, nobody knows for which of them."""
-        if self._set_up.get(stage, 0.0) > 0:
-            return
-        seconds = max(0.0, self.spent[stage] - but)
-        self.spent[stage] -= seconds
-        self.spent[to] = self.spent.get(to, 0.0) + seconds
+    def move(self, stage: Stage, to: Stage, rest: float) -> None:
+        """All of a stage's time but `rest` seconds belongs to another one. Left alone if something
+        was compiled meanwhile: it is not known for which of the two."""
+        if not self._compiling.get(stage):
+            seconds = max(0.0, self.seconds[stage] - rest)
+            self.seconds[stage] -= seconds
+            self.seconds[to] = self.seconds.get(to, 0.0) + seconds
 
-    def stop(self) -> None:
-        self._stopped = time.perf_counter()
+    def pause(self) -> None:
+        self._paused = time.perf_counter()
 
-    def go_on(self) -> None:
-        """What others did since it was stopped does not count."""
-        if self._stopped is not None:
-            self._last += time.perf_counter() - self._stopped
-            self._stopped = None
+    def resume(self) -> None:
+        """The time since `pause` does not count."""
+        if self._paused is not None:
+            self._last += time.perf_counter() - self._paused
+            self._paused = None
 
-    def charge(self, stats: Stats, share: float = 1.0) -> None:
-        for stage, seconds in self.spent.items():
-            setattr(stats, stage, getattr(stats, stage) + share * seconds)
+    def add_to(self, stats: Stats, share: float = 1.0) -> None:
+        for stage, seconds in self.seconds.items():
+            name = f"{stage}_seconds"
+            setattr(stats, name, getattr(stats, name) + share * seconds)

@@ -1,15 +1,21 @@
-"""Parents to depths, ancestors and children. A chain is a tree without branches."""
+"""Operations on trees of tokens, given by parents. A chain is a tree without branches.
+
+Node 0 is the root and has parent -1; a parent stands before its children.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """Depth of every node below the root."""
+    """Depth of every node; 0 for the root."""
     found = [0] * len(parents)
     for node in range(1, len(parents)):
         found[node] = found[parents[node]] + 1
@@ -17,27 +23,120 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """[B, N] -> [B, N, N] bool: row n says which nodes lead to n, itself included."""
-    rows, width = parents.shape
-    seen = torch.eye(width, dtype=torch.bool, device=parents.device).repeat(rows, 1, 1)
+    """[B, N] parents -> [B, N, N] bool: row n marks the ancestors of node n and n itself."""
+    batch, num_nodes = parents.shape
+    found = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     # A parent stands before its children, so its own row is already complete.
-    for node in range(1, width):
-        above = seen.gather(1, parents[:, node].view(rows, 1, 1).expand(rows, 1, width))
-        seen[:, node] |= above[:, 0]
-    return seen
+    for node in range(1, num_nodes):
+        index = parents[:, node].view(batch, 1, 1).expand(batch, 1, num_nodes)
+        found[:, node] |= found.gather(1, index)[:, 0]
+    return found
 
 
 def ancestor_bits(parents: Sequence[int]) -> list[int]:
-    """For up to 64 nodes a word: bit m says that node m leads to this one, itself included."""
-    seen = [1]
+    """For up to 64 nodes one signed 64-bit word each: bit m is set for ancestors m and itself."""
+    found = [1]
     for node in range(1, len(parents)):
-        seen.append(seen[parents[node]] | 1 << node)
-    return [word - (1 << 64) if word >> 63 else word for word in seen]  # as signed integers
+        found.append(found[parents[node]] | 1 << node)
+    return [word - (1 << 64) if word >> 63 else word for word in found]
 
 
-def children(parents: list[int], size: int) -> list[list[int]]:
-    """For every node its children, in the order they were drafted."""
-    found: list[list[int]] = [[] for _ in range(size)]
-    for node in range(1, size):
+def children(parents: Sequence[int], num_nodes: int) -> list[list[int]]:
+    """The children of every node, in the order in which they were drafted."""
+    found: list[list[int]] = [[] for _ in range(num_nodes)]
+    for node in range(1, num_nodes):
         found[parents[node]].append(node)
+    return found
+
+
+def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
+    """The tokens from below the root to every node; () for the root."""
+    found: list[tuple[int, ...]] = [()]
+    for node in range(1, len(parents)):
+        found.append((*found[parents[node]], tokens[node]))
+    return found
+
+
+# ------------------------------------------------------------------------------ parts of a tree
+
+
+def reindexed(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Parents of a part of a tree: nodes `kept`, ascending, the root first, none without its
+    parent."""
+    place = {node: index for index, node in enumerate(kept)}
+    return [-1, *(place[parents[node]] for node in kept[1:])]
+
+
+def most_confident(confidence: Sequence[float], count: int) -> list[int]:
+    """The root and up to `count` nodes below it with the highest confidence, ascending.
+    `confidence[n]` belongs to node n + 1 and is at most that of its parent, so that none comes
+    without its parent; of equals the earlier one is taken."""
+    ranked = sorted(range(1, len(confidence) + 1), key=lambda node: (-confidence[node - 1], node))
+    return [0, *sorted(ranked[:count])]
+
+
+def trunk(parents: Sequence[int], nodes: Iterable[int]) -> list[int]:
+    """The root, its first child, that one's first child, and so on, out of `nodes`."""
+    found = [0]
+    for node in nodes:
+        if node and parents[node] == found[-1]:
+            found.append(node)
+    return found
+
+
+# ----------------------------------------------------------------------- building and checking
+
+
+class Candidate(Protocol):
+    """A node that may become part of a tree."""
+
+    @property
+    def confidence(self) -> float: ...
+
+
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
+
+
+def best_first(
+    roots: Iterable[AnyCandidate],
+    expand: Callable[[AnyCandidate, int], Iterable[AnyCandidate]],
+    max_nodes: int,
+    min_confidence: float,
+) -> list[AnyCandidate]:
+    """The `max_nodes` most confident nodes below a root, parents first.
+
+    `roots`: the root's children. `expand(node, index)`: the children of a node that became number
+    `index` of the tree (the root is 0); none may be more confident than its parent. Candidates
+    below `min_confidence` are left out; of equals the older one is taken.
+    """
+    order = itertools.count()
+    heap: list[tuple[float, int, AnyCandidate]] = []
+
+    def offer(candidates: Iterable[AnyCandidate]) -> None:
+        for node in candidates:
+            if node.confidence >= min_confidence:
+                heapq.heappush(heap, (-node.confidence, next(order), node))
+
+    offer(roots)
+    chosen: list[AnyCandidate] = []
+    while heap and len(chosen) < max_nodes:
+        node = heapq.heappop(heap)[2]
+        chosen.append(node)
+        offer(expand(node, len(chosen)))
+    return chosen
+
+
+def outcomes(
+    tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]
+) -> list[bool | None]:
+    """Whether each node agrees with the tokens that the target emitted, scored or not. False below
+    a node that disagrees; None beyond the last emitted token, where nothing is known."""
+    found: list[bool | None] = [True]
+    depth = depths(parents)
+    for node in range(1, len(parents)):
+        outcome = found[parents[node]]
+        if outcome:
+            index = depth[node] - 1
+            outcome = emitted[index] == tokens[node] if index < len(emitted) else None
+        found.append(outcome)
     return found

@@ -1,153 +1,150 @@
 """What flows through the engine. Every other file speaks in these words.
 
-Shapes: B rows of the batch, N nodes of a draft (node 0 is the root), V vocabulary.
+Shapes: B sequences of the batch, N nodes of a draft (node 0 is the root), V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from draftahead.core.draft import Draft as Draft
+from draftahead.core.detokenizer import Detokenizer
+from draftahead.core.draft import DeviceDraft
+from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
 from draftahead.errors import DraftaheadError
 
-if TYPE_CHECKING:
-    from draftahead.core.detokenizer import Detokenizer
-from draftahead.core.sampling_params import SamplingParams
-
 FinishReason = Literal["stop", "length", "error"]
-Exact = Literal["law", "replay"]
+# What is promised of the output: the target's distribution, or also the same tokens for a seed
+# whatever the drafter and the rest of the batch.
+Exact = Literal["distribution", "replay"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. Its sampling has no unset field any more."""
+    """One prompt to continue. Its sampling parameters have no unset field any more."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    reuse: bool = False  # start from keys and values that an idle row still holds
-    scope: str | None = (
-        None  # whose earlier texts may draft for it, and it for theirs; None: nobody
-    )
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end the text. They stay in token_ids; their text is not shown."""
-        ends = frozenset(self.params.stop_token_ids)
-        return ends if self.params.ignore_eos else ends | self.eos_token_ids
+    reuse: bool = False  # start from the KV entries that an idle slot still holds of the prompt
+    # Requests of one namespace may draft from each other's outputs; None: from no other request's.
+    namespace: str | None = None
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
+    """The log-probability of one output token."""
+
     token_id: int
     logprob: float
-    top: dict[int, float]  # the likeliest tokens, the chosen one not always among them
+    top: dict[int, float]  # of the most likely tokens; the chosen one is not always among them
 
 
 @dataclass(eq=False)
 class SequenceState:
-    """The host's state of one running text. `tokens[-1]` is the root of the next step."""
+    """The host's state of one running sequence. `tokens[-1]` is the root of the next step."""
 
     request: Request
     id: int
-    sample: int  # which of the request's n
-    rng_key: int  # of its noise: see sampling.py
+    sample: int  # which of the request's n samples
+    rng_key: int  # of its noise: see sampling/noise.py
     tokens: list[int]  # prompt and output
-    tail: Detokenizer
-    drafted: list[bool] = field(default_factory=list)  # of each output token
+    detokenizer: Detokenizer
+    drafted: list[bool] = field(default_factory=list)  # of each output token: was it drafted
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     finish_reason: FinishReason | None = None
     error: DraftaheadError | None = None
-    fault: DraftaheadError | None = None  # why there may be no law: becomes the error if reached
-    target_noise_used: bool = False  # a drafter knows the target's noise: see Dice.outlook
+    # Why a node may have no distribution; becomes the error if that node is reached.
+    fault: DraftaheadError | None = None
+    # A drafter has seen the target's noise for this sequence: see DraftSampler.noise_coupled_topk.
+    target_noise_used: bool = False
+    # Of the request, as it is looked up at every step:
+    params: SamplingParams = field(init=False)
+    prompt_length: int = field(init=False)
+    is_greedy: bool = field(init=False)
+    has_processors: bool = field(init=False)  # the distribution at a node depends on its path
+    # Tokens that end the output. They stay in token_ids; their text is not shown.
+    end_ids: frozenset[int] = field(init=False)
 
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.params
-
-    @cached_property
-    def has_processors(self) -> bool:
-        """Whether its law depends on more than the logits at a node: on the path to it."""
-        s = self.params
-        penalties = (
-            s.presence_penalty,
-            s.frequency_penalty,
-            s.repetition_penalty not in (None, 1.0),
-        )
-        lists = (s.logit_bias, s.processors, self.request.bad_word_ids, s.min_tokens)
-        return any(penalties) or any(lists)
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
+        self.params, self.prompt_length = params, len(request.prompt)
+        self.is_greedy = params.is_greedy
+        self.has_processors = params.has_penalties or bool(request.bad_word_ids)
+        ends = frozenset(params.stop_token_ids)
+        self.end_ids = ends if params.ignore_eos else ends | request.eos_token_ids
 
     @property
     def output(self) -> list[int]:
-        return self.tokens[len(self.request.prompt) :]
+        return self.tokens[self.prompt_length :]
 
     @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
 
 
 class StepCost(Protocol):
-    """What a pass costs on this machine."""
+    """What a forward costs on this machine."""
 
-    def of(self, rows: int) -> float:
-        """Seconds, for a pass that scores so many nodes."""
+    def of(self, num_nodes: int) -> float:
+        """Seconds of a forward over so many nodes of the whole batch."""
 
 
 class DraftSampler(Protocol):
-    """Draws drafted tokens for a drafter, and keeps the record that the acceptance rule needs.
+    """Samples drafted tokens for a drafter, and records what the acceptance rule needs.
 
-    A drafter that samples does it here, never by itself: so the recorded law is the one drawn
-    from, and a broken drafter cannot bend the output.
+    A drafter that samples does it here, never by itself: so the recorded distribution is the one
+    sampled from, and a broken drafter cannot bend the output.
     """
 
     def draw(
-        self, logits: Tensor, rows: Tensor | None = None, best: Tensor | None = None
+        self, logits: Tensor, active: Tensor | None = None, argmax: Tensor | None = None
     ) -> Tensor:
-        """One more token for each row: logits [B, V] -> tokens [B].
+        """One more token for each sequence: logits [B, V] -> tokens [B].
 
-        `rows` [B] bool says which rows go on; the others' chains end here. Decide that from
-        the logits, before the draw. `best` [B]: their argmax, if that is known already. The
+        `active` [B] bool: the sequences that go on; the chains of the others end here. Decide that
+        from the logits, before the draw. `argmax` [B]: of the logits, if it is known already. The
         tokens may still be under way on a device.
         """
 
     def noise_coupled_topk(
         self,
         logits: Tensor,
-        rows: Sequence[int],
+        sequences: Sequence[int],
         paths: Sequence[tuple[int, ...]],
-        count: int,
+        k: int,
         tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What the target would say next if it thought so, for drafters that do not draw: logits
-        [A, V], each after a path below the root of a row -> weights and tokens [A, count].
-        `tokens` [D]: what logits [A, D] over a draft vocabulary are for.
+        """The tokens that the target would most likely emit if it had these logits, for drafters
+        that do not draw: logits [A, V], each after a path below the root of sequence b ->
+        probabilities and tokens [A, k]. `tokens` [D]: what logits [A, D] over a draft vocabulary
+        are for.
 
-        The target's next token is settled by its law and noise that is known beforehand. With that
-        noise a guess is a good one, and still only a guess: the text stays that of plain decoding.
-        Who has asked once for a text may not draw for it any more: chosen with this knowledge,
-        what is drawn would not follow its law.
+        The target's next token is a function of its distribution and of noise that is known
+        beforehand, so drafting with the same noise is accepted more often. It stays a guess: the
+        output is that of plain decoding. A drafter that has seen this noise for a sequence must not
+        `draw` for it any more: its choice would depend on the noise, and bend the output.
         """
 
-    @property
-    def chains(self) -> list[list[int]]:
-        """What was drawn, by row. Costs a wait until the verdict of the step is known."""
+    def draft(self) -> DeviceDraft | None:
+        """What was drawn so far; None if nothing was."""
 
 
 @dataclass(frozen=True)
 class Batch:
+    """The sequences of one step; sequence b is in batch slot b."""
+
     sequences: tuple[SequenceState, ...]
-    max_depths: tuple[int, ...]  # how deep a draft of this row may be
+    max_depths: tuple[int, ...]  # how deep the draft of each sequence may be
     draft_sampler: DraftSampler
-    exact: Exact = "law"
+    exact: Exact = "distribution"
     step_cost: StepCost | None = None  # for drafters that weigh what they do
 
     @property
@@ -157,24 +154,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class ForwardOutput:
+    """What one forward computed. Good until the next forward, which may write to the same memory."""
+
     logits: Tensor  # [B, N, V], of the target, for the token after each node
-    best: Tensor | None = None  # [B, N] their argmax if a pass found it, -1 where not finite
-    top: Tensor | None = None  # [B, N, 4] the likeliest tokens, if a pass found them
-    draft: Draft | None = None  # what was scored: of what a drafter proposed, the part that pays
+    argmax: Tensor | None = (
+        None  # [B, N] of the logits, -1 where not finite; if computed on the way
+    )
+    topk: Tensor | None = None  # [B, N, 4] the most likely tokens, best first; likewise
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """For each row: the kept nodes from the root down, and the tokens this step emits."""
+    """For each sequence: the accepted nodes from the root down, and the tokens this step emits."""
 
     paths: list[list[int]]  # [b] -> 0, then the accepted nodes
     tokens: list[list[int]]  # [b] -> the accepted tokens, then the target's own
-    errors: dict[int, DraftaheadError] = field(default_factory=dict)  # by row: no tokens there
+    errors: dict[int, DraftaheadError] = field(default_factory=dict)  # by sequence: no own token
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished text."""
+    """A finished output."""
 
     text: str
     token_ids: list[int]
@@ -182,19 +182,19 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     stats: Stats
     prompt_token_ids: list[int]
-    drafted: list[bool]  # which of token_ids a drafter guessed
+    drafted: list[bool]  # which of token_ids were drafted and accepted
     seed: int
     index: int = 0  # which prompt of the call
     sample: int = 0  # which of the n samples of that prompt
     error: DraftaheadError | None = None
-    lossless: bool = True  # False: guesses were kept for being likely, not for being drawn
+    lossless: bool = True  # False: typical acceptance, which does not keep the distribution
 
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one step of a stream adds."""
+    """What one step adds to a stream."""
 
     text: str
     token_ids: list[int]
-    drafted: list[bool]  # which of token_ids a drafter guessed
+    drafted: list[bool]  # which of token_ids were drafted and accepted
     finish_reason: FinishReason | None = None

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 from draftahead.control.promises import TRIES, Costly, Offer, Promise, Unseen
 from draftahead.control.rates import Calibration, Usual
-from draftahead.core.types import Batch, Draft, ForwardOutput, SequenceState, Verdict
+from draftahead.core import tree as core_tree
+from draftahead.core.draft import DeviceDraft, Draft
+from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.drafters.base import Drafter, DrafterContext, check, positive
 from draftahead.drafters.registry import build, register
 from draftahead.errors import ConfigError, DrafterFaultWarning
@@ -45,7 +47,7 @@ class Guess:
 class Sent(NamedTuple):
     """Trees under way that were taken, and what the others promised."""
 
-    draft: Draft
+    draft: DeviceDraft
     others: Promise
 
 
@@ -53,7 +55,7 @@ class Lesson(NamedTuple):
     """What became of a step."""
 
     verdict: Verdict
-    draft: Draft | None  # that was scored
+    draft: Draft  # that was scored
     sent: Sent | None
     trees: list[list[Guess]]  # of the others, by row
 
@@ -62,7 +64,7 @@ class Lesson(NamedTuple):
 class Auto(Drafter):
     def __init__(
         self,
-        setting: DrafterContext,
+        context: DrafterContext,
         *,
         num_speculative_tokens: int | None = None,
         model: Any = None,
@@ -72,8 +74,8 @@ class Auto(Drafter):
         self.adaptive = num_speculative_tokens is None
         self.most = positive("num_speculative_tokens", num_speculative_tokens, default=MOST)
         self.cheap: dict[str, Drafter] = {
-            "suffix": build({"method": "suffix", "shared_tokens": shared_tokens}, setting),
-            "recycle": build({"method": "recycle", "shared": shared_tokens > 0}, setting),
+            "suffix": build({"method": "suffix", "shared_tokens": shared_tokens}, context),
+            "recycle": build({"method": "recycle", "shared": shared_tokens > 0}, context),
         }
         if model is not None and head is not None:
             raise ConfigError("give auto a 'model' or a 'head' to draft with, not both")
@@ -84,12 +86,12 @@ class Auto(Drafter):
         self.unseen: Unseen | None = None
         if model is not None:
             self.name = "draft_model"
-            self.other = build({"method": "draft_model", "model": model}, setting)
-        elif head is not None or setting.head is not None:
+            self.other = build({"method": "draft_model", "model": model}, context)
+        elif head is not None or context.head is not None:
             self.name = "eagle"
-            self.other = build({"method": "eagle", "model": head or setting.head}, setting)
-            self._place_head(setting, asked=head is not None)
-        self.vocabulary = setting.vocabulary
+            self.other = build({"method": "eagle", "model": head or context.head}, context)
+            self._place_head(context, asked=head is not None)
+        self.vocabulary = context.vocab_size
         self._scored: Counter[str] = Counter()  # guesses, by who proposed them
         self._kept: Counter[str] = Counter()
         self._calibrations: defaultdict[tuple[str, ...], Calibration] = defaultdict(Calibration)
@@ -104,9 +106,9 @@ class Auto(Drafter):
         known = self.other is not None and self._together.known >= TRIES
         return Offer(self._together, self.costly.seconds) if known else None
 
-    def _place_head(self, setting: DrafterContext, *, asked: bool) -> None:
-        drafts_on_device = bool(getattr(self.other, "ahead", False))
-        if setting.device.type != "cpu" and not drafts_on_device and not asked:
+    def _place_head(self, context: DrafterContext, *, asked: bool) -> None:
+        drafts_on_device = bool(getattr(self.other, "drafts_on_device", False))
+        if context.device.type != "cpu" and not drafts_on_device and not asked:
             self.other = None  # level by level it would take longer than the target
             return
         # What it knows a head knows better, and a row has its price.
@@ -116,7 +118,7 @@ class Auto(Drafter):
 
     # ------------------------------------------------------------------------------ proposing
 
-    def propose(self, batch: Batch) -> Draft | None:
+    def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
         self._trees, self._sent = [], None
         ahead = self._sent_ahead(batch)
         drafts = {name: self._ask(name, drafter, batch) for name, drafter in [*self.cheap.items()]}
@@ -125,7 +127,7 @@ class Auto(Drafter):
         if self.unseen is not None:
             self.unseen.note_others(others)
         if ahead is not None and self.unseen is not None:
-            if self.unseen.wins(batch, others, ahead.tokens.shape[1]):
+            if self.unseen.wins(batch, others, ahead.width):
                 self._sent = Sent(ahead, others)
                 return ahead
         # A number of guesses that was asked for is made up whatever it takes.
@@ -145,13 +147,13 @@ class Auto(Drafter):
     def _pays(self, batch: Batch, others: Promise) -> bool:
         return self.unseen is None and self.costly.pays(batch, others)
 
-    def _sent_ahead(self, batch: Batch) -> Draft | None:
+    def _sent_ahead(self, batch: Batch) -> DeviceDraft | None:
         """Trees that a device grows from now on, if that pays."""
         head: Any = self.other
         if self.unseen is None or not self.adaptive or not self.unseen.is_sent(batch):
             return None
         try:
-            return head.send_ahead(batch)  # type: ignore[no-any-return]
+            return head.launch(batch)  # type: ignore[no-any-return]
         except Exception as fault:
             self._leave_out(self.name, fault)
             return None
@@ -160,6 +162,8 @@ class Auto(Drafter):
         """One that fails is left out from then on; the others go on."""
         try:
             draft = drafter.propose(batch)
+            if isinstance(draft, DeviceDraft):
+                draft, _ = draft.read(draft.token_tensor[:, :0])
             if draft is not None:
                 check(draft, batch, self.vocabulary)
             return draft
@@ -206,14 +210,14 @@ class Auto(Drafter):
 
     # ------------------------------------------------------------------------------- learning
 
-    def learn(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
+    def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
         for name, drafter in [*self.cheap.items()]:
             try:
-                drafter.learn(batch, verdict, scores)
+                drafter.learn(batch, draft, output, verdict)
             except Exception as fault:
                 self._leave_out(name, fault)
         self.idle_work()
-        self._lesson = Lesson(verdict, scores.draft, self._sent, self._trees)
+        self._lesson = Lesson(verdict, draft, self._sent, self._trees)
         if self.unseen is None:  # else the device is sent its next trees first
             self.idle_work()
 
@@ -224,25 +228,25 @@ class Auto(Drafter):
             return
         verdict, draft, sent, trees = lesson
         if sent is not None and self.unseen is not None:
-            self._note_sent(sent, verdict)
-        draft = draft if sent is None else None
+            self._note_sent(sent, draft, verdict)
+        scored = draft if sent is None else None
         for row, tree in enumerate(trees):
-            self._note(tree, verdict.tokens[row], len(verdict.paths[row]) - 1, draft, row)
+            self._note(tree, verdict.tokens[row], len(verdict.paths[row]) - 1, scored, row)
 
-    def _note_sent(self, sent: Sent, verdict: Verdict) -> None:
+    def _note_sent(self, sent: Sent, draft: Draft, verdict: Verdict) -> None:
         """Of trees that a device grew: what they promised, as such claims turned out to be worth,
         tells more than the few guesses that came true."""
         head: Any = self.other
-        assert self.unseen is not None and head is not None and sent.draft.on_device is not None
-        head.note_grown(sent.draft)
-        width, texts = sent.draft.tokens.shape[1], len(verdict.paths)
+        assert self.unseen is not None and head is not None and sent.draft.timer is not None
+        head.observe(sent.draft, draft)
+        width, texts = draft.width, len(verdict.paths)
         worth = 0.0
         for row, said in enumerate(verdict.tokens):
-            guesses = self._chosen(union({self.name: sent.draft}, row), most=width)
+            guesses = self._chosen(union({self.name: draft}, row), most=width)
             self._note_together([guesses])
             worth += sum(guess.worth for guess in guesses)
-            self._note(guesses, said, len(verdict.paths[row]) - 1, sent.draft, row)
-        seconds = sent.draft.on_device.clock.laps()[0]
+            self._note(guesses, said, len(verdict.paths[row]) - 1, draft, row)
+        seconds = sent.draft.timer.laps()[0]
         self.unseen.note_worth(seconds, sent.others, worth / texts, width, texts)
 
     def _note_together(self, trees: list[list[Guess]]) -> None:
@@ -270,7 +274,7 @@ class Auto(Drafter):
                 self._scored[label] += 1
                 self._kept[label] += bool(now) and guess.depth <= kept
 
-    def reasons(self) -> list[str]:
+    def explain(self) -> list[str]:
         """Whose guesses were taken."""
         by_name = [
             f"{name} {self._kept[name]} of {scored}" for name, scored in self._scored.most_common()
@@ -316,7 +320,7 @@ def union(drafts: dict[str, Draft], row: int) -> list[Guess]:
     for name, draft in drafts.items():
         place = [0]
         for node in range(1, draft.num_nodes[row]):
-            parent, token = place[draft.host_parents[row][node]], draft.host_tokens[row][node]
+            parent, token = place[draft.parents[row][node]], draft.tokens[row][node]
             claim = draft.confidence[row][node - 1] if draft.confidence else 0.5
             index = known.get((parent, token))
             if index is None:
@@ -332,7 +336,5 @@ def union(drafts: dict[str, Draft], row: int) -> list[Guess]:
 
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
     """The tokens from the root to every node."""
-    found: list[tuple[int, ...]] = [()]
-    for node in range(1, draft.num_nodes[row]):
-        found.append((*found[draft.host_parents[row][node]], draft.host_tokens[row][node]))
-    return set(found)
+    size = draft.num_nodes[row]
+    return set(core_tree.paths(draft.tokens[row][:size], draft.parents[row][:size]))

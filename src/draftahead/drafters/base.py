@@ -8,40 +8,71 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from draftahead.core.types import Batch, Draft, ForwardOutput, SequenceState, Verdict
+from draftahead.control.promises import Offer
+from draftahead.core.draft import DeviceDraft, Draft
+from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.errors import ConfigError
 from draftahead.models.runner import ModelRunner
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Three verbs. Subclass it to inherit the last two.
+    """Guesses the next tokens of each sequence. Subclass it: only `propose` must be written."""
 
-    One that says how likely its guesses are (`Draft.claims`), or that has an attribute `guided`
-    that is true, leaves it to the policy whether it is asked. One with a method `meanwhile()` is
-    told whenever a device is at work for a while: what can wait until then costs nothing. One that
-    often keeps its best guesses back says in `hope` (promises.Offer) what they would be worth.
-    """
+    # Leaves it to the policy whether it is asked, and how many of its nodes are verified. So does a
+    # drafter that states its confidence (Draft.confidence).
+    adaptive: bool = False
 
-    def propose(self, batch: Batch) -> Draft | None:
-        """Guesses for each row, no deeper than `batch.rooms`; None for no guess at all.
+    def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
+        """A tree of guesses for each sequence, no deeper than `batch.max_depths`; None for none.
 
-        A drafter that samples draws with `batch.dice` and may return None: what it drew is the
-        draft. Guesses that it does not draw there count as certain (point masses).
+        A drafter that samples draws with `batch.draft_sampler` and returns None: what it drew is
+        the draft. Tokens that it does not draw there count as certain (point masses).
         """
+        ...
 
-    def learn(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
-        """What became of the draft, and how the target scored `scores.draft`, the part of it that
-        was worth a pass. `batch.sequences` do not hold the new tokens yet. Not called for steps
-        that no guesses were asked for."""
+    def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
+        """What became of a step for which it was asked: the draft that was verified (of what it
+        proposed, the part that pays), the target's output for it, and the verdict.
+        `batch.sequences` do not hold the new tokens yet."""
+        return
 
     def release(self, sequence: SequenceState) -> None:
-        """The sequence has ended; forget what was kept for it."""
+        """The sequence has ended: forget what was kept for it."""
+        return
+
+    def idle_work(self) -> None:
+        """Called while a device is busy with a forward: work that can wait until then is free."""
+        return
+
+    @property
+    def expected_offer(self) -> Offer | None:
+        """What its best guesses would be worth, for one that often holds them back."""
+        return None
+
+    def explain(self) -> list[str]:
+        """Why it drafted as it did, a sentence each."""
+        return []
+
+
+class DeviceDrafter(Drafter, Protocol):
+    """A drafter whose trees a device may build while the host does something else."""
+
+    @property
+    def drafts_on_device(self) -> bool: ...
+
+    def launch(self, batch: Batch) -> DeviceDraft | None:
+        """Starts building trees; None if that is not possible for this batch."""
+        ...
+
+    def observe(self, launched: DeviceDraft, draft: Draft) -> None:
+        """What was launched has been verified, and read as `draft`."""
 
 
 @dataclass(frozen=True)
@@ -50,76 +81,70 @@ class DrafterContext:
 
     device: torch.device
     dtype: torch.dtype
-    vocabulary: int
+    vocab_size: int
     tokenizer: Any  # of the target; None if the user gave none
     max_batch: int
     max_context: int
     load: Callable[[str], tuple[Any, Any]]  # name -> (model, tokenizer), on this device
     successors: Path | None = None  # a table for `recycle` that comes with the model
     head: Path | None = None  # a trained EAGLE head that comes with the model
-    target: ModelRunner | None = None  # the model itself, for drafters that work with parts of it
+    target: ModelRunner | None = None  # for drafters that use parts of the target itself
 
     def target_runner(self, name: str) -> ModelRunner:
-        """The target's, for a drafter that cannot do without."""
+        """The target's runner, for a drafter that cannot do without."""
         if self.target is None:
-            raise ConfigError(f"drafter {name!r} works with the target itself, and was given none")
+            raise ConfigError(f"drafter {name!r} drafts with the target itself, and was given none")
         return self.target
 
 
-# ------------------------------------------------------------------------- sound drafts only
+# ------------------------------------------------------------------------------ valid drafts only
 
 
-def check(draft: Draft, batch: Batch, vocabulary: int) -> None:
+def validated(draft: Draft, batch: Batch, vocab_size: int) -> Draft:
+    """A draft that was checked, without what a drafter may state and not know: distributions that
+    were not sampled from by the draft sampler are ignored."""
+    check(draft, batch, vocab_size)
+    trees = [
+        list(zip(tokens[1:size], parents[1:size], strict=True))
+        for tokens, parents, size in zip(draft.tokens, draft.parents, draft.num_nodes, strict=True)
+    ]
+    return Draft.trees(batch.roots, trees, validated_confidence(draft))
+
+
+def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
     """Refuses a draft that is no tree of known tokens over this batch's roots."""
-    rows = len(batch.sequences)
-    if draft.tokens.ndim != 2 or draft.tokens.shape != draft.parents.shape:
-        raise ValueError(
-            f"tokens {draft.tokens.shape} and parents {draft.parents.shape} must match"
-        )
-    if len(draft.tokens) != rows or len(draft.num_nodes) != rows:
-        raise ValueError(f"a draft of {len(draft.tokens)} rows for a batch of {rows}")
-    if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
-        raise ValueError("tokens and parents must be whole numbers")
-    width = draft.tokens.shape[1]
-    if not all(1 <= size <= width for size in draft.num_nodes):
-        raise ValueError(f"sizes {draft.num_nodes} do not fit {width} nodes")
-    tokens, parents = draft.host_tokens, draft.host_parents
-    for row, size in enumerate(draft.num_nodes):
-        if tokens[row][0] != batch.roots[row]:
-            raise ValueError("node 0 must be the last token of the text")
-        if not 0 <= min(tokens[row][:size]) <= max(tokens[row][:size]) < vocabulary:
-            raise ValueError(f"a token outside the vocabulary of {vocabulary}")
-        if not all(0 <= parents[row][node] < node for node in range(1, size)):
+    size = len(batch.sequences)
+    if not len(draft.tokens) == len(draft.parents) == len(draft.num_nodes) == size:
+        raise ValueError(f"a draft of {len(draft.tokens)} trees for a batch of {size}")
+    for b, (tokens, parents) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        num_nodes = draft.num_nodes[b]
+        if len(tokens) != len(parents) or not 1 <= num_nodes <= len(tokens):
+            raise ValueError(
+                f"{num_nodes} nodes, {len(tokens)} tokens and {len(parents)} parents do not fit"
+            )
+        if not all(isinstance(value, Integral) for value in [*tokens, *parents]):
+            raise ValueError("tokens and parents must be whole numbers")
+        if tokens[0] != batch.roots[b]:
+            raise ValueError("node 0 must be the last token of the sequence")
+        if not 0 <= min(tokens[:num_nodes]) <= max(tokens[:num_nodes]) < vocab_size:
+            raise ValueError(f"a token outside the vocabulary of {vocab_size}")
+        if not all(0 <= parents[node] < node for node in range(1, num_nodes)):
             raise ValueError("a parent must stand before its children")
 
 
-def sound(draft: Draft, batch: Batch, vocabulary: int) -> Draft:
-    """A draft that was checked, without what a drafter may say and not know: a law that we did not
-    draw from ourselves is only a claim."""
-    check(draft, batch, vocabulary)
-    guesses = [
-        list(zip(tokens[1:size], parents[1:size], strict=True))
-        for tokens, parents, size in zip(
-            draft.host_tokens, draft.host_parents, draft.num_nodes, strict=True
-        )
-    ]
-    return Draft.trees(batch.roots, guesses, sound_claims(draft))
-
-
-def sound_claims(draft: Draft) -> list[list[float]] | None:
-    """Likelihoods for every guess, none above its parent's; None for anything else."""
-    if draft.confidence is None or [1 + len(row) for row in draft.confidence] != list(
-        draft.num_nodes
-    ):
+def validated_confidence(draft: Draft) -> list[list[float]] | None:
+    """A probability for every drafted node, none above its parent's; None for anything else."""
+    stated = draft.confidence
+    if stated is None or [1 + len(values) for values in stated] != list(draft.num_nodes):
         return None
     found = []
-    for row, parents in zip(draft.confidence, draft.host_parents, strict=True):
-        said = [1.0]
-        for node, claim in enumerate(row, start=1):
-            if not 0 <= float(claim) <= 1:
+    for values, parents in zip(stated, draft.parents, strict=True):
+        valid = [1.0]
+        for node, value in enumerate(values, start=1):
+            if not 0 <= float(value) <= 1:
                 return None
-            said.append(min(float(claim), said[parents[node]]))
-        found.append(said[1:])
+            valid.append(min(float(value), valid[parents[node]]))
+        found.append(valid[1:])
     return found
 
 

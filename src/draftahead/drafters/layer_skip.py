@@ -1,12 +1,12 @@
 """The target drafts without some of its layers (Zhang et al., arXiv 2309.08168).
 
-Which ones it can spare is searched for once a model, without training, on the first text that is
-long enough (after SWIFT, Xia et al., arXiv 2410.06916): by how much of the target's law is left
-without each of them, and without the most dispensable of them together. Where no choice promises
-to pay, it stays silent, unless it is asked for a number of guesses.
+Which layers can be skipped is searched for once per model, without training, on the first sequence
+that is long enough (after SWIFT, Xia et al., arXiv 2410.06916): by how much of the target's
+distribution is left without each of them, and without the most dispensable of them together. Where
+no choice is expected to pay, it proposes nothing, unless it is asked for a number of tokens.
 
-The layers that are kept read the target's own keys. Guesses are the likeliest tokens and never
-drawn: what a text turns out to be must not depend on whether the search was before it.
+The layers that are kept read the target's own KV entries. Drafted tokens are the most likely ones
+and never sampled: the output must not depend on whether the search came before it.
 """
 
 from __future__ import annotations
@@ -18,51 +18,54 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from draftahead.core.types import Batch, Draft
+from draftahead.core.draft import Draft
+from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter, DrafterContext, positive
 from draftahead.drafters.registry import register
 from draftahead.drafters.self_draft import SelfDraft
-from draftahead.drafters.tree_builder import DEEPEST, TreeBuilder
+from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder
 from draftahead.errors import ConfigError
 from draftahead.models.layer_subset import LayerSubset
 from draftahead.models.runner import ModelRunner
 from draftahead.models.support import text_config
 
-ENOUGH = 48  # tokens of a text that a search can go by
-STRETCH = 12  # tokens that the target says next, which parts of it are compared on
-BUDGET = 40  # parts that are tried
+MIN_TOKENS = 48  # of the sequence that a search is based on; fewer are not typical of the model
+COMPARED_TOKENS = 12  # of the target's own continuation, on which subsets are compared
+MAX_SUBSETS = 40  # that are tried; more find better ones, for a forward each
 
 
-class Found(NamedTuple):
-    """What a search came to."""
+class SearchResult(NamedTuple):
+    """The layers to skip, and what that is expected to bring."""
 
     skip: tuple[int, ...]
-    promise: float  # tokens in the time of a plain pass
+    speed_up: float  # tokens in the time of a plain forward
 
 
-_FOUND: WeakKeyDictionary[Any, Found] = WeakKeyDictionary()  # by model
+_RESULTS: WeakKeyDictionary[Any, SearchResult] = WeakKeyDictionary()  # by model
 
 
 @register("layer_skip")
 class LayerSkip(Drafter):
+    """Drafts with the target, without some of its layers."""
+
     def __init__(
         self,
-        setting: DrafterContext,
+        context: DrafterContext,
         *,
         skip: Sequence[int] | None = None,
         num_speculative_tokens: int | None = None,
     ) -> None:
         self.adaptive = num_speculative_tokens is None
-        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=DEEPEST)
-        self.grower = TreeBuilder(self.count)
-        self.runner = setting.target_runner("layer_skip")
-        self.layers = int(text_config(self.runner.model).num_hidden_layers)
+        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH)
+        self.builder = TreeBuilder(self.count)
+        self.runner = context.target_runner("layer_skip")
+        self.num_layers = int(text_config(self.runner.model).num_hidden_layers)
         self.skip = None if skip is None else self._checked(skip)
-        self.part = None if self.skip is None else _without(self.runner.model, self.skip)
+        self.layers = None if self.skip is None else layers_without(self.runner.model, self.skip)
         self.pays = True  # as far as is known
 
     def _checked(self, skip: Any) -> tuple[int, ...]:
-        most = self.layers - 1
+        most = self.num_layers - 1
         numbers = isinstance(skip, list | tuple) and all(type(index) is int for index in skip)
         if not numbers or not all(1 <= index <= most for index in skip):
             raise ConfigError(
@@ -71,90 +74,90 @@ class LayerSkip(Drafter):
         return tuple(sorted(set(skip)))
 
     def propose(self, batch: Batch) -> Draft | None:
-        if self.part is None:
+        if self.layers is None:
             self._search(batch)
-        if self.part is None or not self.pays:
+        if self.layers is None or not self.pays:
             return None
-        draft = SelfDraft(self.runner, self.part)
+        draft = SelfDraft(self.runner, self.layers)
         if self.adaptive:
-            return draft.grown(batch, self.grower)
-        return draft.guessed(batch, self.count)
+            return draft.trees(batch, self.builder)
+        return draft.argmax(batch, self.count)
 
     def _search(self, batch: Batch) -> None:
-        model, lengths = self.runner.model, [len(sequence.tokens) for sequence in batch.sequences]
-        row = lengths.index(max(lengths))
-        if model not in _FOUND and lengths[row] >= ENOUGH:
-            _FOUND[model] = Search(self.runner, row, batch.roots[row]).found()
-        if found := _FOUND.get(model):
-            self.skip, self.part = found.skip, _without(model, found.skip)
-            self.pays = found.promise > 1 or not self.adaptive
+        model, lengths = self.runner.model, [len(s.tokens) for s in batch.sequences]
+        slot = lengths.index(max(lengths))
+        if model not in _RESULTS and lengths[slot] >= MIN_TOKENS:
+            _RESULTS[model] = Search(self.runner, slot, batch.roots[slot]).result()
+        if result := _RESULTS.get(model):
+            self.skip, self.layers = result.skip, layers_without(model, result.skip)
+            self.pays = result.speed_up > 1 or not self.adaptive
 
-    def reasons(self) -> list[str]:
-        """What it leaves out, for whoever asks."""
+    def explain(self) -> list[str]:
         if self.skip is None:
-            return [f"no text has had {ENOUGH} tokens yet to choose layers by"]
-        which = f"layers to draft without: {', '.join(map(str, self.skip)) or 'none'}"
-        return [which if self.pays else f"{which}; but that does not promise to pay"]
+            return [f"no sequence has had {MIN_TOKENS} tokens yet to choose layers by"]
+        which = f"layers skipped for drafts: {', '.join(map(str, self.skip)) or 'none'}"
+        return [which if self.pays else f"{which}; but that is not expected to pay"]
 
 
 class Search:
-    """How much of the target's law parts of it keep, over what it says next in one row. Like any
-    draft this takes place behind the row's length, and leaves nothing there that counts."""
+    """Compares subsets of the layers on the target's own continuation of one sequence. Like any
+    draft this happens behind the slot's length, and leaves nothing there that counts."""
 
-    def __init__(self, passes: ModelRunner, row: int, root: int) -> None:
-        self.runner, self.row = passes, row
-        self.layers = int(text_config(passes.model).num_hidden_layers)
-        whole, said = _without(passes.model, ()), [root]
-        for ahead in range(STRETCH - 1):
-            last = torch.tensor([said[-1:]])
-            logits = passes.run(last, first=row, part=whole, ahead=ahead)
-            said.append(int(logits[0, 0].argmax()))
-        self.nodes = torch.tensor([said])
-        self.law = self._law(whole)
+    def __init__(self, runner: ModelRunner, slot: int, root: int) -> None:
+        self.runner, self.slot = runner, slot
+        self.num_layers = int(text_config(runner.model).num_hidden_layers)
+        whole, tokens = layers_without(runner.model, ()), [root]
+        for offset in range(COMPARED_TOKENS - 1):
+            last = torch.tensor([tokens[-1:]])
+            output = runner.forward(last, first_slot=slot, layers=whole, offset=offset)
+            tokens.append(int(output.logits[0, 0].argmax()))
+        self.nodes = torch.tensor([tokens])
+        self.probs = self._probs(whole)
         self.tried = 0
 
-    def _law(self, part: LayerSubset) -> Tensor:
-        return self.runner.run(self.nodes, first=self.row, part=part).float().softmax(-1)
+    def _probs(self, layers: LayerSubset) -> Tensor:
+        output = self.runner.forward(self.nodes, first_slot=self.slot, layers=layers)
+        return output.logits.float().softmax(-1)
 
-    def agreement(self, part: LayerSubset) -> float:
-        """From 0 to 1: how often a part has the same best token, and how much of the law in common;
-        the one is what counts, the other tells near misses apart."""
+    def agreement(self, layers: LayerSubset) -> float:
+        """From 0 to 1: the mean of how often a subset has the target's most likely token, and how
+        much of the distribution they share. The first is what counts; the second tells near misses
+        apart."""
         self.tried += 1
-        law = self._law(part)
-        same = (law.argmax(-1) == self.law.argmax(-1)).float().mean()
-        common = torch.minimum(law, self.law).sum(-1).mean()
-        return float((same + common).nan_to_num(0.0)) / 2
+        probs = self._probs(layers)
+        same = (probs.argmax(-1) == self.probs.argmax(-1)).float().mean()
+        shared = torch.minimum(probs, self.probs).sum(-1).mean()
+        return float((same + shared).nan_to_num(0.0)) / 2
 
-    def found(self) -> Found:
-        """The layers without which drafting promises the most."""
-        model, rest = self.runner.model, list(range(1, self.layers))
-        size = max(1, -(-2 * len(rest) // BUDGET))  # layers that are tried together
+    def result(self) -> SearchResult:
+        """The layers without which drafting is expected to pay the most."""
+        model, rest = self.runner.model, list(range(1, self.num_layers))
+        size = max(1, -(-2 * len(rest) // MAX_SUBSETS))  # layers that are tried together
         groups = [tuple(rest[at : at + size]) for at in range(0, len(rest), size)]
-        alone = {group: self.agreement(_without(model, group)) for group in groups}
-        best, skipped = Found((), 0.0), tuple[int, ...]()
-        least = _without(model, rest).share
+        alone = {group: self.agreement(layers_without(model, group)) for group in groups}
+        best, skipped = SearchResult((), 0.0), tuple[int, ...]()
+        smallest_share = layers_without(model, rest).share
         for group in sorted(groups, key=lambda group: -alone[group]):
             skipped = tuple(sorted((*skipped, *group)))
-            part = _without(model, skipped)
-            agreement = self.agreement(part)
-            best = max(
-                best, Found(skipped, promise(agreement, part.share)), key=lambda f: f.promise
-            )
-            if promise(agreement, least) <= best.promise:
+            layers = layers_without(model, skipped)
+            agreement = self.agreement(layers)
+            result = SearchResult(skipped, expected_speed_up(agreement, layers.share))
+            best = max(best, result, key=lambda result: result.speed_up)
+            if expected_speed_up(agreement, smallest_share) <= best.speed_up:
                 break  # without more layers it will hardly agree more
         return best
 
 
-def promise(agreement: float, share: float) -> float:
-    """Tokens in the time of a plain pass, by the best number of guesses. `share`: of a whole pass
-    that one of a guess takes."""
+def expected_speed_up(agreement: float, share: float) -> float:
+    """Tokens in the time of a plain forward, with the best number of drafted tokens. `share`: the
+    time of a drafting forward as a share of a plain one."""
     rates, tokens = [], 1.0
-    for count in range(1, DEEPEST + 1):
+    for count in range(1, MAX_DEPTH + 1):
         tokens += agreement**count
         rates.append(tokens / (1 + count * share))
     return max(rates)
 
 
-def _without(model: Any, skip: Sequence[int]) -> LayerSubset:
+def layers_without(model: Any, skip: Sequence[int]) -> LayerSubset:
     layers = range(int(text_config(model).num_hidden_layers))
     return LayerSubset(model, [index for index in layers if index not in skip])

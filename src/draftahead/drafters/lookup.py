@@ -1,55 +1,58 @@
 """Prompt look-up (Saxena 2023): texts repeat themselves, so copy what followed last time.
 
-The longest n-gram that ends the text and occurs earlier in prompt or output is looked for, from
-`prompt_lookup_max` tokens down to `prompt_lookup_min`; the newest occurrence wins, and what
+The longest n-gram that ends the sequence and occurs earlier in prompt or output is looked for, from
+`prompt_lookup_max` tokens down to `prompt_lookup_min`; the newest occurrence is taken, and what
 followed it is proposed.
 """
 
 from __future__ import annotations
 
-from draftahead.core.types import Batch, Draft, SequenceState
+from draftahead.core.draft import Draft
+from draftahead.core.types import Batch, SequenceState
 from draftahead.drafters.base import Drafter, DrafterContext, positive
 from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
 
 
 class NgramIndex:
-    """Where each n-gram of a growing text was last followed by something."""
+    """Where each n-gram of a growing sequence was last followed by something."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
-        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> index of what followed it
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of what followed it
         self._indexed = 0  # tokens whose preceding n-grams are in the index
 
     def extend(self, tokens: list[int]) -> None:
         for end in range(self._indexed, len(tokens)):
             for size in self._sizes:
                 if size <= end:
-                    self._follows[tuple(tokens[end - size : end])] = end
+                    self._next[tuple(tokens[end - size : end])] = end
         self._indexed = len(tokens)
 
     def continuation(self, tokens: list[int], count: int) -> list[int]:
         for size in self._sizes:
             if size <= len(tokens):
-                start = self._follows.get(tuple(tokens[len(tokens) - size :]))
+                start = self._next.get(tuple(tokens[len(tokens) - size :]))
                 if start is not None:
                     return _copied(tokens, start, count)
         return []
 
 
 def _copied(tokens: list[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on; a copy that reaches the end of the text repeats itself."""
+    """`count` tokens from `start` on; a copy that reaches the end of the sequence repeats itself."""
     period = len(tokens) - start
     return [tokens[start + offset % period] for offset in range(count)]
 
 
 @register("lookup", synonyms=("ngram",))
 class Lookup(Drafter):
+    """Drafts what followed the same n-gram earlier in the sequence."""
+
     def __init__(
         self,
-        setting: DrafterContext,
+        context: DrafterContext,
         *,
-        num_speculative_tokens: int = 5,  # six rows cost little more than one, even on a CPU
+        num_speculative_tokens: int = 5,  # six nodes cost little more than one, even on a CPU
         prompt_lookup_max: int = 3,
         prompt_lookup_min: int = 1,
     ) -> None:
@@ -65,12 +68,12 @@ class Lookup(Drafter):
 
     def propose(self, batch: Batch) -> Draft | None:
         guesses = [
-            self._guess(sequence, min(self.count, room))
-            for sequence, room in zip(batch.sequences, batch.max_depths, strict=True)
+            self._continuation(sequence, min(self.count, depth))
+            for sequence, depth in zip(batch.sequences, batch.max_depths, strict=True)
         ]
         return Draft.chains(batch.roots, guesses) if any(guesses) else None
 
-    def _guess(self, sequence: SequenceState, count: int) -> list[int]:
+    def _continuation(self, sequence: SequenceState, count: int) -> list[int]:
         index = self._indexes.get(sequence.id)
         if index is None:
             index = self._indexes[sequence.id] = NgramIndex(self.shortest, self.longest)

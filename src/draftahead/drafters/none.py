@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from draftahead.core.types import Batch, Draft
+from draftahead.core.draft import Draft
+from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.drafters.registry import register
 
 
 @register("none")
 class NoDrafter(Drafter):
-    def __init__(self, setting: DrafterContext) -> None:
+    """Plain decoding."""
+
+    def __init__(self, context: DrafterContext) -> None:
         pass
 
     def propose(self, batch: Batch) -> Draft | None:

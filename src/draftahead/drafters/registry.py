@@ -23,7 +23,7 @@ Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 
 def register(name: str, *, synonyms: tuple[str, ...] = ()) -> Callable[[Maker], Maker]:
-    """Makes a class known by name. It is built as `cls(setting, **options)`; its keyword
+    """Makes a class known by name. It is built as `cls(context, **options)`; its keyword
     parameters are the configuration keys that users may give."""
 
     def add(maker: Maker) -> Maker:
@@ -48,7 +48,7 @@ def names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def build(wanted: str | Mapping[str, Any] | Drafter, setting: DrafterContext) -> Drafter:
+def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) -> Drafter:
     """A drafter from a name, a configuration with vLLM's keys, or a drafter itself."""
     if isinstance(wanted, Drafter) and not isinstance(wanted, type):
         return wanted
@@ -80,4 +80,4 @@ def build(wanted: str | Mapping[str, Any] | Drafter, setting: DrafterContext) ->
         if key not in known:
             hint = nearest(key, known) if known else " (it takes none)"
             raise ConfigError(f"drafter {name!r} has no option {key!r}{hint}")
-    return maker(setting, **options)
+    return maker(context, **options)

@@ -1,23 +1,20 @@
-"""The step: propose, score, verify, keep, learn, commit. Everything meets here and only here."""
+"""The step: schedule, propose, forward, accept, commit, learn, update. All parts meet here and only
+here."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
 from draftahead.control.policy import Policy, Spent
-from draftahead.control.promises import Offer
 from draftahead.core import tree
 from draftahead.core.detokenizer import Decode, Detokenizer
+from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import Stats, StepTimer
 from draftahead.core.types import (
     Batch,
-    Draft,
     Exact,
     ForwardOutput,
     Request,
@@ -25,22 +22,32 @@ from draftahead.core.types import (
     TokenLogprob,
     Verdict,
 )
-from draftahead.drafters.base import Drafter, sound
+from draftahead.drafters.base import Drafter
+from draftahead.drafters.guard import GuardedDrafter
+from draftahead.drafters.none import NoDrafter
 from draftahead.engine.scheduler import Scheduler
-from draftahead.errors import DrafterFaultWarning
 from draftahead.models.verifier import Verifier
-from draftahead.sampling.accept import AcceptanceRule, verify
-from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from draftahead.sampling.accept import AcceptanceRule, accept
 from draftahead.sampling.noise import NodeContext, rng_key
 from draftahead.sampling.sample import token_logprobs
 
-GIVE_UP_AFTER = 8  # faults of a drafter in a row
+
+@dataclass
+class InFlightStep:
+    """A step whose forward was launched, and whose output has not been looked at yet."""
+
+    batch: Batch
+    timer: StepTimer
+    proposed: Draft | None  # by the drafter with confidence, before it was cut to what pays
+    draft: Draft | DeviceDraft  # what is verified
+    output: ForwardOutput
+    asked: bool  # whether the drafter was
 
 
 class Engine:
     def __init__(
         self,
-        target: Verifier,
+        verifier: Verifier,
         drafter: Drafter,
         decode: Decode,
         *,
@@ -48,24 +55,145 @@ class Engine:
         rule: AcceptanceRule,
         lossless: bool = True,
     ) -> None:
-        self.target, self.drafter, self.decode = target, drafter, decode
+        self.verifier, self.drafter, self.decode = verifier, drafter, decode
         self.exact: Exact = exact
         self.rule: AcceptanceRule = rule
         self.lossless = lossless
-        self.scheduler = Scheduler(target.runner.cache.rows)
-        self._ids = itertools.count()
-        self._faults = 0  # of the drafter, in a row
-        self._warned = False
-        self._ahead = target.runner.device.type == "cuda"
-        self._flight: InFlightStep | None = None
+        self.scheduler = Scheduler(verifier, exact)
         self.policy = Policy()
-        self._asked = False  # whether the drafter was, for the pass that is being launched
-        self._guided = bool(getattr(drafter, "adaptive", False))  # whether the policy decides that
-        self._meanwhile: Callable[[], None] | None = getattr(drafter, "idle_work", None)
-        if self._guided and not target.fixed_shape:  # there every pass costs the same
-            self.policy.costs.survey(target.timed_pass, target.max_context)
+        self._guarded = GuardedDrafter(drafter, verifier.vocab_size, verifier.verifies_device_draft)
+        self._is_plain = isinstance(drafter, NoDrafter)
+        self._adaptive = drafter.adaptive  # the policy decides whether it is asked
+        self._ids = itertools.count()
+        # A device computes the next forward while the host is busy with the rest of a step.
+        self._launches_ahead = verifier.runner.device.type == "cuda"
+        self._in_flight: InFlightStep | None = None
+        if self._adaptive and not verifier.fixed_shape:  # there every forward costs the same
+            self.policy.costs.survey(verifier.timed_forward, verifier.max_context)
 
-    # ------------------------------------------------------------------ requests in and out
+    # -------------------------------------------------------------------------------- the step
+
+    @torch.inference_mode()
+    def step(self) -> list[SequenceState]:
+        """Advances every running sequence by at least one token; returns them, ended ones too."""
+        step, self._in_flight = self._in_flight or self._launch(), None
+        if step is None:
+            return []
+        step.timer.resume()
+        verdict, draft = accept(
+            step.draft, step.output, step.batch, self.rule, lossless=self.lossless
+        )
+        self.verifier.commit(draft, verdict)
+        step.timer.lap("verify")
+        if step.asked:
+            self._learn(step, draft, verdict)
+        kept = self.scheduler.update(step.batch, verdict, self._logprobs(step, verdict))
+        for sequence in step.batch.sequences:
+            if sequence.finish_reason is not None:
+                self.release(sequence)
+        step.timer.lap("other")
+        try:
+            if self._launches_ahead:
+                self._in_flight = self._launch()
+        finally:  # whatever becomes of the next forward, this step is complete
+            self._record(step, draft, verdict, kept)
+        if self._in_flight is not None:
+            self._guarded.idle_work()
+            self._in_flight.timer.pause()
+        return list(step.batch.sequences)
+
+    def _launch(self) -> InFlightStep | None:
+        """Schedules, proposes and forwards; on a device the forward is then still under way."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        timer, asked = StepTimer(), False
+        if not self._is_plain:
+            batch = replace(batch, step_cost=self.policy.begin(batch))
+            asked = self._is_asked(batch)
+        proposed, draft = self._propose(batch) if asked else (None, Draft.root_only(batch.roots))
+        timer.lap("draft")
+        output = self.verifier.forward(batch, draft)
+        timer.lap("verify")
+        return InFlightStep(batch, timer, proposed, draft, output, asked)
+
+    def _is_asked(self, batch: Batch) -> bool:
+        """Whether the drafter is asked for a draft now."""
+        if self._guarded.gave_up or not any(batch.max_depths):
+            return False
+        if not self._adaptive:
+            return True
+        return self.policy.asks(len(batch.sequences), self._guarded.expected_offer)
+
+    def _propose(self, batch: Batch) -> tuple[Draft | None, Draft | DeviceDraft]:
+        """What the drafter proposes with confidence, and the part of its draft that is verified."""
+        proposed = self._guarded.propose(batch)
+        if proposed is None:
+            self.policy.note_no_draft()
+            return None, Draft.root_only(batch.roots)
+        if isinstance(proposed, DeviceDraft):
+            self._adaptive = self._adaptive or proposed.trees is not None
+            return None, proposed
+        draft = self._within_limits(proposed, batch)
+        if draft.confidence is None:
+            return None, draft
+        self._adaptive = True
+        if self.verifier.fixed_shape:
+            return draft, draft  # the forward is padded anyway: these nodes cost nothing
+        return draft, self.policy.part_to_verify(draft)
+
+    def _within_limits(self, draft: Draft, batch: Batch) -> Draft:
+        """Cuts what is deeper than max_depth, or more than a forward takes; in replay all branches:
+        their KV entries lie elsewhere than a chain's, and a sum in another order is another sum."""
+        kept = []
+        for b, max_depth in enumerate(batch.max_depths):
+            parents = draft.parents[b][: draft.num_nodes[b]]
+            depths = tree.depths(parents)
+            nodes = [node for node, depth in enumerate(depths) if depth <= max_depth]
+            nodes = nodes[: self.verifier.max_nodes]
+            kept.append(tree.trunk(parents, nodes) if self.verifier.fixed_shape else nodes)
+        return draft.part(kept)
+
+    def _learn(self, step: InFlightStep, draft: Draft, verdict: Verdict) -> None:
+        """The drafter hears what became of the draft. The wait for a verdict was also one for the
+        trees, where a device built them."""
+        if isinstance(step.draft, DeviceDraft) and step.draft.timer is not None:
+            step.timer.move("verify", "draft", step.draft.timer.laps()[-1])
+        self._guarded.learn(step.batch, draft, step.output, verdict)
+        step.timer.lap("draft")
+
+    def _logprobs(self, step: InFlightStep, verdict: Verdict) -> dict[int, list[TokenLogprob]]:
+        """For the sequences that ask: of every token that this step emits, at its node."""
+        found = {}
+        for b, sequence in enumerate(step.batch.sequences):
+            if sequence.params.logprobs is not None:
+                tokens = verdict.tokens[b]
+                contexts = [NodeContext(sequence, tuple(tokens[:i])) for i in range(len(tokens))]
+                nodes = verdict.paths[b][: len(tokens)]
+                found[b] = token_logprobs(step.output.logits[b, nodes], contexts, tokens)
+        return found
+
+    def _record(self, step: InFlightStep, draft: Draft, verdict: Verdict, kept: list[int]) -> None:
+        """Counts the step in each sequence's stats, and lets the policy observe it."""
+        timer, width = step.timer, len(draft.tokens[0])
+        for b, sequence in enumerate(step.batch.sequences):
+            depths = tree.depths(draft.parents[b][: draft.num_nodes[b]])[1:] if width > 1 else []
+            sequence.stats.add_step(depths, kept[b], width, timer.seconds["verify"])
+            timer.add_to(sequence.stats)
+        if self._is_plain:
+            return
+        unseen = isinstance(step.draft, DeviceDraft) and step.draft.trees is not None
+        self.policy.observe(
+            step.batch,
+            verdict,
+            draft if unseen else step.proposed,
+            Spent(timer.cost("draft"), timer.cost("verify")),
+            width=1 if self.verifier.fixed_shape else width,
+            asked=step.asked and self._adaptive,
+            unseen=unseen,
+        )
+
+    # ------------------------------------------------------------------- requests in and out
 
     def add(self, request: Request) -> list[SequenceState]:
         """Queues a request; one sequence for each of its n samples."""
@@ -76,7 +204,7 @@ class Engine:
                 sample=sample,
                 rng_key=rng_key(request.seed, sample),
                 tokens=list(request.prompt),
-                tail=Detokenizer(self.decode, request.params.stops),
+                detokenizer=Detokenizer(self.decode, request.params.stops),
                 stats=Stats(prompt_tokens=len(request.prompt)),
             )
             for sample in range(request.params.n)
@@ -86,299 +214,17 @@ class Engine:
 
     def release(self, sequence: SequenceState) -> None:
         """Frees what a sequence holds, whether it has ended or is given up."""
-        if self._flight is not None and sequence in self._flight.batch.sequences:
-            self._flight = None  # rows move: what is under way is done again, unlooked at
-            self.target.runner.synchronize()  # and reads its inputs until then
-        if sequence in self.scheduler.running or sequence in self.scheduler.waiting:
-            if rows := self.scheduler.remove(sequence):
-                self.target.runner.cache.swap_slots(*rows)
-            self._guarded(lambda: self.drafter.release(sequence))
+        sequence.detokenizer.flush()
+        if self._in_flight is not None and sequence in self._in_flight.batch.sequences:
+            # Slots move: the forward under way is discarded and done again. It reads its inputs
+            # until it has finished.
+            self._in_flight = None
+            self.verifier.runner.synchronize()
+        if self.scheduler.remove(sequence):
+            self._guarded.release(sequence)
 
-    # ------------------------------------------------------------------------------ the step
-
-    @torch.inference_mode()
-    def step(self) -> list[SequenceState]:
-        """Advances every running sequence by at least one token; returns them, ended ones too.
-
-        A device is sent its next pass before the rest of the step is done, and before whoever
-        asked gets the tokens: it works while the host does.
-        """
-        flight, self._flight = self._flight or self._launch(), None
-        if flight is None:
-            return []
-        flight.clock.go_on()
-        verdict, kept = self._land(flight)
-        flight.clock.lap("other_seconds")
-        try:
-            if self._ahead:
-                self._flight = self._launch()
-        finally:  # whatever comes of the next pass, this step has been
-            self._count(flight, verdict, kept)
-        if self._flight is not None:
-            if self._meanwhile is not None:
-                self._guarded(self._meanwhile)
-            self._flight.clock.stop()
-        return list(flight.batch.sequences)
-
-    def _count(self, flight: InFlightStep, verdict: Verdict, kept: list[int]) -> None:
-        draft = flight.draft
-        for row, sequence in enumerate(flight.batch.sequences):
-            depths = tree.depths(draft.host_parents[row])
-            pass_ = draft.parents.shape[1], flight.clock.spent["verify_seconds"]
-            sequence.stats.count(depths[1 : draft.num_nodes[row]], kept[row], *pass_)
-            flight.clock.charge(sequence.stats)
-        self._note(flight, verdict)
-
-    def _launch(self) -> InFlightStep | None:
-        """Proposes and scores. On a device the scores are then still under way."""
-        self._admit()
-        if not self.scheduler.running:
-            return None
-        clock = StepTimer()
-        batch = self._batch()
-        proposed, draft = self._propose(batch)
-        clock.lap("draft_seconds")
-        scores = self.target.score(batch, draft)
-        clock.lap("verify_seconds")
-        adaptive = self._asked and self._guided
-        return InFlightStep(batch, draft, scores, clock, proposed, self._asked, adaptive)
-
-    def _land(self, flight: InFlightStep) -> tuple[Verdict, list[int]]:
-        """Verifies, keeps, learns, commits; also returns how many drafted tokens each row keeps."""
-        batch, draft, scores, clock = flight[:4]
-        verdict = verify(draft, scores, batch, self.rule, lossless=self.lossless)
-        clock.lap("verify_seconds")
-        if draft.on_device is not None:  # then it also waited for the trees
-            clock.shift("verify_seconds", "draft_seconds", draft.on_device.clock.laps()[-1])
-        self.target.keep(batch, draft, verdict)
-        clock.lap("verify_seconds")
-        logprobs = _logprobs(batch, scores, verdict)
-        clock.lap("other_seconds")
-        if flight.asked:  # one that is switched off costs nothing
-            # Copies: a drafter's slip stays its own.
-            told = Verdict([list(p) for p in verdict.paths], [list(t) for t in verdict.tokens])
-            shown = dataclasses.replace(scores, draft=draft.copied())
-            self._guarded(lambda: self.drafter.learn(batch, told, shown))
-        clock.lap("draft_seconds")
-        kept = self.scheduler.commit(batch, verdict, logprobs)
-        for sequence in batch.sequences:
-            if sequence.finish_reason is not None:
-                sequence.tail.flush()
-                if sequence.finish_reason == "error":
-                    self.target.runner.cache.clear_slot(self.scheduler.running.index(sequence))
-                self.release(sequence)
-        return verdict, kept
-
-    def _note(self, flight: InFlightStep, verdict: Verdict) -> None:
-        """What the policy learns of a step: of times also from a drafter that decides by itself."""
-        clock, confidence = flight.clock, []
-        if flight.proposed is not None:
-            for row, said in enumerate(verdict.tokens):
-                confidence += outcomes(flight.proposed, row, said)
-            if flight.proposed.on_device is not None:
-                worths = self._worths(flight.proposed)
-                self.policy.note_usual([sorted(row, reverse=True) for row in worths])
-        texts, width = flight.draft.parents.shape
-        tokens = sum(map(len, verdict.tokens))
-        keys = sum(len(sequence.tokens) for sequence in flight.batch.sequences)
-        self.policy.costs.situate(texts, keys)  # a next pass may be under way, for other texts
-        seconds = Spent(clock.price("draft_seconds"), clock.price("verify_seconds"))
-        if self.target.fixed_shape:
-            width = 1  # as every pass is padded to
-        self.policy.note(texts, width, tokens, seconds, confidence, asked=flight.adaptive)
-
-    def _batch(self) -> Batch:
-        sequences = tuple(self.scheduler.running)
-        most = self.target.max_nodes - 1
-        max_depths = [
-            max(0, min(self.scheduler.room(s), self.target.room(s), most)) for s in sequences
-        ]
-        self.policy.costs.situate(len(sequences), sum(len(s.tokens) for s in sequences))
-        dice = RecordedDraftSampler(sequences, max_depths, self.target.vocabulary, self.exact)
-        return Batch(sequences, tuple(max_depths), dice, self.exact, self.policy.costs)
-
-    def _admit(self) -> None:
-        """Gives waiting sequences a row and fills it: with what an idle row or a sister holds
-        of their prompt, and the rest by prefill."""
-        cache, running = self.target.runner.cache, self.scheduler.running
-        while (sequence := self.scheduler.next_to_admit) is not None:
-            clock, group = StepTimer(), [sequence]
-            row, request = len(running), sequence.request
-            prompt = request.prompt[:-1]
-            sisters = [r for r, mate in enumerate(running) if mate.request is request]
-            if sisters:
-                cache.copy_slot(sisters[0], row)
-                del cache.tokens_in[row][len(prompt) :]
-                sequence.stats.reused_tokens = len(prompt)
-            elif request.reuse:
-                idle = range(row, cache.rows)
-                cache.swap_slots(row, max(idle, key=lambda r: cache.matched(r, prompt)))
-                sequence.stats.reused_tokens = self.target.prefill(row, sequence)
-            else:
-                group = self.scheduler.prefill_batch()
-                self.target.prefill_slots(row, group)
-            self.target.runner.synchronize()
-            clock.lap("prefill_seconds")
-            for one in group:
-                clock.charge(one.stats, 1 / len(group))
-                self.scheduler.admit()
-
-    # ---------------------------------------------------------------------- the drafter's side
-
-    def _propose(self, batch: Batch) -> tuple[Draft | None, Draft]:
-        """The drafter's guesses where it makes claims, and those of them, or of others, that are
-        worth a pass. Whatever it does, the draft that comes out is sound."""
-        able = self._faults < GIVE_UP_AFTER and any(batch.max_depths)
-        texts = len(batch.sequences)
-        self._asked = able and (not self._guided or self.policy.asks(texts, self._hope()))
-        if not self._asked:
-            return None, Draft.nothing(batch.roots)
-        found: list[Draft | None] = [None]
-
-        def ask() -> None:
-            proposed = self.drafter.propose(batch)
-            if proposed is not None:
-                ahead = self.target.scores_device_drafts(proposed, batch)
-                found[0] = proposed if ahead else sound(proposed, batch, self.target.vocabulary)
-
-        self._guarded(ask, counts=True)
-        dice = batch.draft_sampler
-        assert isinstance(dice, RecordedDraftSampler)
-        # What the dice have drawn is the draft, even if the drafter failed after the draw.
-        draft = dice.draft() or found[0]
-        if draft is None:
-            self.policy.tally.nothing += 1
-            return None, Draft.nothing(batch.roots)
-        if draft.on_device is not None:
-            self._guided = True
-            return draft, draft  # its claims will be known with it
-        draft = trimmed(draft, batch, self.target.max_nodes, trunk_only=self.target.fixed_shape)
-        if draft.confidence is None:
-            return None, draft
-        self._guided = True
-        if self.target.fixed_shape:
-            return draft, draft  # padded anyway: these rows cost nothing
-        worths = self._worths(draft)
-        width = self.policy.width(worths)
-        self.policy.tally.declined += width == 1
-        return draft, pruned(draft, batch, [likeliest(row, width) for row in worths])
-
-    def _hope(self) -> Offer | None:
-        """What a drafter that has more in store says of it."""
-        found: list[Any] = [None]
-        self._guarded(lambda: found.append(getattr(self.drafter, "expected_offer", None)))
-        return found[-1] if isinstance(found[-1], Offer) else None
-
-    def _worths(self, draft: Draft) -> list[list[float]]:
-        assert draft.confidence is not None
-        return [
-            self.policy.worth(*row)
-            for row in zip(draft.confidence, draft.host_parents, strict=True)
-        ]
-
-    def _guarded(self, call: Callable[[], None], *, counts: bool = False) -> None:
-        """Runs a drafter's code. A fault costs its guesses and one warning, never the text."""
-        try:
-            call()
-        except Exception as fault:
-            self._faults += counts
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"drafter {type(self.drafter).__name__} failed and is left out where it does: "
-                    f"{type(fault).__name__}: {fault}",
-                    DrafterFaultWarning,
-                    stacklevel=2,
-                )
-        else:
-            self._faults = 0 if counts else self._faults
-
-
-class InFlightStep(NamedTuple):
-    """A pass that was sent and not looked at yet."""
-
-    batch: Batch
-    draft: Draft
-    scores: ForwardOutput
-    clock: StepTimer
-    proposed: Draft | None  # with claims, before it was cut to what pays
-    asked: bool  # the drafter was
-    adaptive: bool  # and it is one that the policy guides
-
-
-def _logprobs(
-    batch: Batch, scores: ForwardOutput, verdict: Verdict
-) -> dict[int, list[TokenLogprob]]:
-    """For the rows that ask: of every token that this step emits, at the node it came from."""
-    found = {}
-    for row, sequence in enumerate(batch.sequences):
-        if sequence.params.logprobs is not None:
-            tokens = verdict.tokens[row]
-            contexts = [NodeContext(sequence, tuple(tokens[:i])) for i in range(len(tokens))]
-            at = verdict.paths[row][: len(tokens)]
-            found[row] = token_logprobs(scores.logits[row, at], contexts, tokens)
-    return found
-
-
-# ------------------------------------------------------------------------- sound drafts only
-
-
-def outcomes(draft: Draft, row: int, said: list[int]) -> list[tuple[float, bool]]:
-    """Of every claim whether it came true, scored or not: by what the target said. What lies beyond
-    its last token is not known and left out."""
-    assert draft.confidence is not None
-    came: list[bool | None] = [True]
-    depths = tree.depths(draft.host_parents[row])
-    found = []
-    for node in range(1, draft.num_nodes[row]):
-        before, at = came[draft.host_parents[row][node]], depths[node] - 1
-        now = before
-        if before is True:
-            now = said[at] == draft.host_tokens[row][node] if at < len(said) else None
-        came.append(now)
-        if now is not None:
-            found.append((draft.confidence[row][node - 1], now))
-    return found
-
-
-def likeliest(confidence: list[float], width: int) -> list[int]:
-    """The root and the likeliest nodes below it, as many as a pass of this width takes."""
-    ranked = sorted(range(1, len(confidence) + 1), key=lambda node: (-confidence[node - 1], node))
-    return [0, *sorted(ranked[: width - 1])]
-
-
-def trimmed(draft: Draft, batch: Batch, max_nodes: int, *, trunk_only: bool) -> Draft:
-    """Cuts what is deeper than a row's room, or more than a pass takes; in replay, all but the
-    trunk: a branch's keys lie in other slots than a chain's, and a sum in another order is
-    another sum."""
-    parents = draft.host_parents
-    depths = [tree.depths(row) for row in parents]
-    kept = []
-    for row, (size, room) in enumerate(zip(draft.num_nodes, batch.max_depths, strict=True)):
-        nodes = [n for n in range(size) if depths[row][n] <= room][:max_nodes]
-        if trunk_only:
-            trunk = [0]
-            while child := next((n for n in nodes if parents[row][n] == trunk[-1]), None):
-                trunk.append(child)
-            nodes = trunk
-        kept.append(nodes)
-    return pruned(draft, batch, kept)
-
-
-def pruned(draft: Draft, batch: Batch, kept: list[list[int]]) -> Draft:
-    """The draft with these nodes only, each row's in order, none without its parent."""
-    if all(len(nodes) == size for nodes, size in zip(kept, draft.num_nodes, strict=True)):
-        return draft
-    assert draft.probs is None, "the dice keep to the room; cutting what they drew would be a bias"
-    tokens, parents = draft.host_tokens, draft.host_parents
-    place = [{node: i for i, node in enumerate(nodes)} for nodes in kept]
-    guesses = [
-        [(tokens[row][n], place[row][parents[row][n]]) for n in nodes[1:]]
-        for row, nodes in enumerate(kept)
-    ]
-    confidence = None
-    if draft.confidence is not None:
-        confidence = [
-            [draft.confidence[row][n - 1] for n in nodes[1:]] for row, nodes in enumerate(kept)
-        ]
-    return Draft.trees(batch.roots, guesses, confidence)
+    def explain(self) -> list[str]:
+        """Why it drafted as it did, a sentence each."""
+        if self._is_plain:
+            return ["plain decoding: the drafter is 'none'"]
+        return [*self.policy.reasons(), *self._guarded.explain()]

@@ -1,4 +1,7 @@
-"""Who runs now, and what becomes of a verdict: tokens, stop conditions, the end of a text."""
+"""Which sequences run, in which batch slots; and what a verdict makes of them.
+
+Running sequences stand in the order of their slots: sequence b of a batch is in slot b.
+"""
 
 from __future__ import annotations
 
@@ -6,87 +9,128 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 
-from draftahead.core.types import Batch, SequenceState, TokenLogprob, Verdict
+from draftahead.core.stats import StepTimer
+from draftahead.core.types import Batch, Exact, SequenceState, TokenLogprob, Verdict
+from draftahead.models.verifier import Verifier
+from draftahead.sampling.draft_sampler import RecordedDraftSampler
 
 
 class Scheduler:
-    """Running sequences stand in the order of the cache's rows: index is row."""
-
-    def __init__(self, max_batch: int) -> None:
-        self.max_batch = max_batch
+    def __init__(self, verifier: Verifier, exact: Exact) -> None:
+        self._verifier, self._cache, self._exact = verifier, verifier.cache, exact
+        self.max_batch = self._cache.num_slots
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
 
     def add(self, sequences: Iterable[SequenceState]) -> None:
         self.waiting.extend(sequences)
 
-    @property
-    def next_to_admit(self) -> SequenceState | None:
-        full = len(self.running) >= self.max_batch
-        return None if full or not self.waiting else self.waiting[0]
+    # ------------------------------------------------------------------------- the next batch
 
-    def prefill_batch(self) -> list[SequenceState]:
-        """The next to admit and those behind it that share nothing with others: they can be
-        filled together."""
+    def schedule(self) -> Batch | None:
+        """Admits waiting sequences and returns the batch of the next step; None if it is empty."""
+        while self.waiting and len(self.running) < self.max_batch:
+            self._admit()
+        if not self.running:
+            return None
+        sequences = tuple(self.running)
+        max_depths = tuple(map(self._max_depth, sequences))
+        vocab_size = self._verifier.vocab_size
+        sampler = RecordedDraftSampler(sequences, max_depths, vocab_size, self._exact)
+        return Batch(sequences, max_depths, sampler, self._exact)
+
+    def _admit(self) -> None:
+        """Gives the next waiting sequence a slot and fills it: with what another sample of the same
+        request holds, with what an idle slot still holds of the prompt, or by prefill, several
+        sequences in one forward."""
+        timer, slot, sequence = StepTimer(), len(self.running), self.waiting[0]
+        admitted, request = [sequence], sequence.request
+        samples = [b for b, other in enumerate(self.running) if other.request is request]
+        if samples:
+            self._cache.copy_slot(samples[0], slot)
+            del self._cache.tokens_in[slot][sequence.prompt_length - 1 :]
+            sequence.stats.reused_tokens = sequence.prompt_length - 1
+        elif request.reuse:
+            prompt, idle = request.prompt[:-1], range(slot, self.max_batch)
+            matching = {b: self._cache.matching_prefix(b, prompt) for b in idle}
+            self._cache.swap_slots(slot, max(idle, key=matching.__getitem__))
+            sequence.stats.reused_tokens = self._verifier.prefill(slot, sequence)
+        else:
+            admitted = self._prefill_batch()
+            self._verifier.prefill_slots(slot, admitted)
+        self._verifier.runner.synchronize()
+        timer.lap("prefill")
+        for one in admitted:
+            timer.add_to(one.stats, 1 / len(admitted))
+            self.running.append(self.waiting.popleft())
+
+    def _prefill_batch(self) -> list[SequenceState]:
+        """The next waiting sequence and those behind it that are filled by prefill as well."""
         found: list[SequenceState] = []
         for sequence in itertools.islice(self.waiting, self.max_batch - len(self.running)):
             request = sequence.request
-            if request.reuse or any(mate.request is request for mate in found[-1:]):
+            if request.reuse or any(other.request is request for other in found[-1:]):
                 break
             found.append(sequence)
         return found
 
-    def admit(self) -> None:
-        self.running.append(self.waiting.popleft())
+    def _max_depth(self, sequence: SequenceState) -> int:
+        """How deep a draft may be: the last token of the output is always the target's own."""
+        left = (sequence.params.max_tokens or 0) - len(sequence.drafted) - 1
+        return max(0, min(left, self._verifier.max_depth(sequence)))
 
-    def room(self, sequence: SequenceState) -> int:
-        """How many guesses could still be used: the last token is always the target's own."""
-        return (sequence.params.max_tokens or 0) - sequence.generated - 1
+    # ------------------------------------------------------------------------ after a verdict
 
-    def commit(
+    def update(
         self, batch: Batch, verdict: Verdict, logprobs: dict[int, list[TokenLogprob]]
     ) -> list[int]:
-        """Appends the new tokens, each checked for being the last; what follows it is dropped.
-        Returns how many drafted ones each row keeps."""
+        """Appends the emitted tokens, each checked for being the last; what follows it is dropped.
+        Returns how many drafted tokens each sequence keeps."""
         kept = []
-        for row, sequence in enumerate(batch.sequences):
-            accepted = len(verdict.paths[row]) - 1
-            before = sequence.generated
-            for index, token in enumerate(verdict.tokens[row]):
-                if row in logprobs:
-                    sequence.logprobs.append(logprobs[row][index])
+        for b, sequence in enumerate(batch.sequences):
+            accepted, before = len(verdict.paths[b]) - 1, len(sequence.drafted)
+            for index, token in enumerate(verdict.tokens[b]):
+                if b in logprobs:
+                    sequence.logprobs.append(logprobs[b][index])
                 self._append(sequence, token, drafted=index < accepted)
                 if sequence.finish_reason is not None:
                     break
-            if row in verdict.errors and sequence.finish_reason is None:
-                sequence.finish_reason, sequence.error = "error", verdict.errors[row]
+            if b in verdict.errors and sequence.finish_reason is None:
+                sequence.finish_reason, sequence.error = "error", verdict.errors[b]
             kept.append(sum(sequence.drafted[before:]))
         return kept
 
     def _append(self, sequence: SequenceState, token: int, *, drafted: bool) -> None:
         sequence.tokens.append(token)
         sequence.drafted.append(drafted)
-        sampling, generated = sequence.params, sequence.generated
-        if token in sequence.request.end_ids:
+        if token in sequence.end_ids:
             sequence.finish_reason = "stop"
-            return  # an end token stays among the ids, and shows no text
-        sequence.tail.push(token)
-        early = generated < (sampling.min_tokens or 0)
-        if generated >= (sampling.max_tokens or 0):
+            return  # an end token stays among the ids; its text is not shown
+        params, detokenizer = sequence.params, sequence.detokenizer
+        detokenizer.push(token)
+        generated = len(sequence.drafted)
+        if generated >= (params.max_tokens or 0):
             sequence.finish_reason = "length"
-            sequence.tail.flush()  # half a character may still complete a stop string
-        if not early and (at := sequence.tail.find_stop()) is not None:
+            detokenizer.flush()  # an incomplete character may still complete a stop string
+        if not detokenizer.stops or generated < (params.min_tokens or 0):
+            return
+        if (at := detokenizer.find_stop()) is not None:
             sequence.finish_reason = "stop"
-            keep = sequence.tail.cut(at)
-            del sequence.tokens[len(sequence.request.prompt) + keep :]
-            del sequence.drafted[keep:], sequence.logprobs[keep:]
+            kept = detokenizer.cut(at)
+            del sequence.tokens[sequence.prompt_length + kept :]
+            del sequence.drafted[kept:], sequence.logprobs[kept:]
 
-    def remove(self, sequence: SequenceState) -> tuple[int, int] | None:
-        """Takes a sequence out. The last row fills its place: returns the two rows to swap."""
+    def remove(self, sequence: SequenceState) -> bool:
+        """Takes a sequence out; the last running one takes its slot. Whether it was there."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-            return None
-        row, last = self.running.index(sequence), len(self.running) - 1
-        self.running[row] = self.running[last]
+            return True
+        if sequence not in self.running:
+            return False
+        slot, last = self.running.index(sequence), len(self.running) - 1
+        if sequence.finish_reason == "error":
+            self._cache.clear_slot(slot)
+        self.running[slot] = self.running[last]
         self.running.pop()
-        return row, last
+        self._cache.swap_slots(slot, last)
+        return True

@@ -1,9 +1,8 @@
 """The attention function that every layer of the target calls, and its mask.
 
-A model's forward hands a 4-D mask to every layer as it is. Ours holds *distances*: how many
-positions a key lies behind the query, or a negative number where the query must not look. One
-tensor then serves full and sliding-window layers, chains and trees (where a node's slot in the
-cache is not its position).
+A model's forward passes a 4-D mask on to every layer unchanged. Ours holds *distances*: how many
+positions a key lies behind the query, negative where it is hidden. One tensor then serves full and
+sliding-window layers, chains and trees (where the index of a KV entry is not its position).
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ NAME = "draftahead"
 PROBE = "draftahead_probe"
 
 
-def distances(lengths: Tensor, depths: Tensor, ancestors: Tensor | None, live: int) -> Tensor:
-    """[B] lengths, [B, N] depths -> [B, 1, N, live] int64 distances.
+def distances(lengths: Tensor, depths: Tensor, ancestors: Tensor | None, kv_len: int) -> Tensor:
+    """[B] lengths of the slots, [B, N] depths of the nodes -> [B, 1, N, kv_len] int64 distances.
 
-    `ancestors` [B, N, N] says which nodes lead to which; None for chains, where all earlier
-    ones do.
+    `ancestors` [B, N, N] marks the ancestors of each node; None for chains, where those are all
+    earlier nodes.
     """
     positions = lengths[:, None] + depths  # [B, N]
-    slots = torch.arange(live, device=lengths.device)
-    found = positions[:, :, None] - slots
+    entries = torch.arange(kv_len, device=lengths.device)
+    found = positions[:, :, None] - entries
     if ancestors is not None:
-        rows, width = depths.shape
+        batch, num_nodes = depths.shape
         apart = (depths[:, :, None] - depths[:, None, :]).where(ancestors, -1)  # [B, N, N]
-        node = slots - lengths[:, None]  # which node of this pass a slot holds, [B, live]
-        apart = apart.gather(2, node.clamp(0, width - 1)[:, None].expand(rows, width, live))
-        apart = apart.where((node < width)[:, None], -1)
+        node = entries - lengths[:, None]  # which node of this forward an entry holds, [B, kv_len]
+        index = node.clamp(0, num_nodes - 1)[:, None].expand(batch, num_nodes, kv_len)
+        apart = apart.gather(2, index).where((node < num_nodes)[:, None], -1)
         found = found.where((node < 0)[:, None], apart)
     return found[:, None]
 
 
 def grouped_attention(
     module: nn.Module,
-    query: Tensor,  # [B, heads, N, width]
-    key: Tensor,  # [B, key heads, live, width]
-    value: Tensor,  # [B, key heads, live, value width]
-    attention_mask: Tensor | None,  # distances, [B, 1, N, live]
+    query: Tensor,  # [B, num_heads, N, head_dim]
+    key: Tensor,  # [B, num_kv_heads, kv_len, head_dim]
+    value: Tensor,  # [B, num_kv_heads, kv_len, value_dim]
+    attention_mask: Tensor | None,  # distances, [B, 1, N, kv_len]
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -50,33 +49,34 @@ def grouped_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Attention of N nodes over the live keys, without repeating keys for grouped heads.
+    """Attention of N nodes over the KV entries, without repeating keys for grouped heads.
 
-    The query heads that share a key head are folded into the query axis, so that one matrix
-    product serves them all.
+    The query heads that share a KV head are folded into the query axis, so that one matrix product
+    serves them all.
     """
     assert attention_mask is not None, "the model did not pass on our mask"
-    rows, heads, nodes, width = query.shape
-    key_heads = key.shape[1]
-    group = heads // key_heads
-    scaling = width**-0.5 if scaling is None else scaling
-    folded = query.reshape(rows, key_heads, group * nodes, width)
-    scores = (folded @ key.transpose(2, 3)).view(rows, key_heads, group, nodes, -1) * scaling
+    batch, num_heads, num_nodes, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    group = num_heads // num_kv_heads
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    folded = query.reshape(batch, num_kv_heads, group * num_nodes, head_dim)
+    scores = (folded @ key.transpose(2, 3)).view(batch, num_kv_heads, group, num_nodes, -1)
+    scores = scores * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    seen = attention_mask >= 0
+    visible = attention_mask >= 0
     if sliding_window is not None:
-        seen &= attention_mask < sliding_window
-    scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
+        visible &= attention_mask < sliding_window
+    scores = scores.masked_fill(~visible[:, :, None], -torch.inf)
     scores = scores if scores.dtype == torch.float64 else scores.float()
-    if s_aux is not None:  # a sink: one more logit a head that takes weight and gives no value
-        sink = s_aux.to(scores.dtype).view(1, key_heads, group, 1, 1)
-        scores = torch.cat([scores, sink.expand(rows, -1, -1, nodes, 1)], -1)
+    if s_aux is not None:  # a sink: one more logit per head that takes weight and adds no value
+        sink = s_aux.to(scores.dtype).view(1, num_kv_heads, group, 1, 1)
+        scores = torch.cat([scores, sink.expand(batch, -1, -1, num_nodes, 1)], -1)
         weights = scores.softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    weights = weights.to(value.dtype).reshape(rows, key_heads, group * nodes, -1)
-    mixed = (weights @ value).view(rows, heads, nodes, -1)
+    weights = weights.to(value.dtype).reshape(batch, num_kv_heads, group * num_nodes, -1)
+    mixed = (weights @ value).view(batch, num_heads, num_nodes, -1)
     return mixed.transpose(1, 2).contiguous(), None
 
 

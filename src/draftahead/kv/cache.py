@@ -1,8 +1,8 @@
-"""The static key-value cache: fixed tensors, a length a row, rollback by moving a pointer.
+"""The static KV cache: fixed tensors, one length per batch slot, rollback by moving a pointer.
 
-Row i of every tensor belongs to row i of the batch. A pass writes the keys of its N nodes into
-the N slots after a row's length; only those of the accepted path then count. What lies behind a
-row's length is garbage that no mask lets through, and that the next pass overwrites.
+Batch slot b of every tensor belongs to sequence b of the batch. A forward writes the KV entries of
+its N nodes behind a slot's length; only those of the accepted path then count. What lies behind the
+length is garbage that no mask lets through, and that the next forward overwrites.
 """
 
 from __future__ import annotations
@@ -17,233 +17,236 @@ import psutil
 import torch
 from torch import Tensor
 
+from draftahead.core.device import small_tensor
 from draftahead.errors import CacheMemoryError
-from draftahead.sampling.noise import small_tensor
 
-ALIGNED = 64  # bytes, for vectors that are loaded whole
+ALIGNMENT = 64  # bytes: CPU kernels load vectors of this size
 
 
 class LayerKVShape(NamedTuple):
     """What one layer stores for one token. Keys and values may differ (DeepSeek's latents)."""
 
-    key_heads: int
-    key_width: int
-    value_heads: int
-    value_width: int
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    value_dim: int
+
+
+Move = tuple[int, int, int]  # slot, to, from
 
 
 class KVCache:
     def __init__(
         self,
         shapes: Sequence[LayerKVShape],
-        rows: int,
-        length: int,
+        num_slots: int,
+        num_entries: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.shapes, self.rows, self.length = tuple(shapes), rows, length
-        per_token = sum(s.key_heads * s.key_width + s.value_heads * s.value_width for s in shapes)
-        self.bytes = per_token * dtype.itemsize * rows * length
-        _check_memory(self.bytes, rows, length, device)
+        """`num_slots` sequences of up to `num_entries` tokens."""
+        self.shapes, self.num_slots, self.num_entries = tuple(shapes), num_slots, num_entries
+        per_token = sum(
+            s.num_key_heads * s.key_dim + s.num_value_heads * s.value_dim for s in shapes
+        )
+        self.bytes = per_token * dtype.itemsize * num_slots * num_entries
+        _check_memory(self.bytes, num_slots, num_entries, device)
 
-        # (heads, width) of keys and values, layer by layer. Those alike are parts of one tensor:
-        # what moves in all layers moves at once.
+        # (heads, head_dim) of keys and values, layer by layer. Those alike are parts of one tensor:
+        # what is moved in all layers is moved at once.
         self._sizes = [size for s in shapes for size in (s[:2], s[2:])]
         counts = Counter(self._sizes)
         self._stacks = {
-            (heads, width): _zeros((count, rows, heads, length, width), dtype, device)
-            for (heads, width), count in counts.items()
+            (heads, dim): _zeros((count, num_slots, heads, num_entries, dim), dtype, device)
+            for (heads, dim), count in counts.items()
         }
         parts = {size: iter(stack) for size, stack in self._stacks.items()}
         each = [next(parts[size]) for size in self._sizes]
-        self.keys, self.values = each[::2], each[1::2]
-        # [rows, 1, slots, watched * hidden]: what tokens were between the layers, for drafters that
-        # go by it. It lies beside the keys, and goes wherever they go.
-        self.states: Tensor | None = None
-        # The tokens whose keys each row holds, from slot 0: its length and what it can be
-        # reused for.
-        self.tokens_in: list[list[int]] = [[] for _ in range(rows)]
-        self.version = 0  # of what lies in the slots, other than by passes
-        self.far = [False] * rows  # which frequencies rotated a row's keys: see passes.py
-        # A quicker way to move (row, to, from) of all that is stored; False where it cannot. Where
-        # there is one, what is kept stays where it lies, (row, to) -> from, until someone looks.
-        self.mover: Callable[[Sequence[tuple[int, int, int]]], bool] | None = None
-        self._unmoved: dict[tuple[int, int], int] = {}
+        self.keys, self.values = (
+            each[::2],
+            each[1::2],
+        )  # by layer: [slots, heads, entries, head_dim]
+        # [slots, 1, entries, captured * hidden_size]: captured hidden states of the tokens, for
+        # drafters that read them. They lie beside the KV entries, and are moved with them.
+        self.hidden: Tensor | None = None
+        # The tokens whose KV entries each slot holds, from entry 0: its length, and what of it can
+        # be reused.
+        self.tokens_in: list[list[int]] = [[] for _ in range(num_slots)]
+        self.version = 0  # counts changes of entries other than by forwards
+        self.long_rope = [False] * num_slots  # which frequencies rotated a slot: see runner.py
+        # A faster way to move entries on a device; False where it cannot. Where there is one, KV
+        # compaction is deferred until the cache is next read: (slot, to) -> from.
+        self.compactor: Callable[[Sequence[Move]], bool] | None = None
+        self._pending: dict[tuple[int, int], int] = {}
 
-    def watch(self, width: int) -> None:
-        """Makes room for so many numbers a token, of the states that passes leave."""
-        like = self.keys[0]
-        _check_memory(
-            self.rows * self.length * width * like.element_size(),
-            self.rows,
-            self.length,
-            like.device,
-        )
-        self.states = _zeros((self.rows, 1, self.length, width), like.dtype, like.device)
-        self.tokens_in = [[] for _ in range(self.rows)]  # nothing is known of what they hold
+    def capture_hidden(self, size: int) -> None:
+        """Allocates `size` numbers per token for captured hidden states."""
+        keys = self.keys[0]
+        needed = self.num_slots * self.num_entries * size * keys.element_size()
+        _check_memory(needed, self.num_slots, self.num_entries, keys.device)
+        shape = (self.num_slots, 1, self.num_entries, size)
+        self.hidden = _zeros(shape, keys.dtype, keys.device)
+        self.tokens_in = [[] for _ in range(self.num_slots)]  # no hidden states of those before
 
-    def store(self, states: Tensor, first: int | Tensor, slots: Tensor) -> None:
-        """States [B, N, W, H] of nodes that lie in `slots` [B, N] of rows [first, first + B)."""
-        assert self.states is not None
-        rows = slots_from(first, slots)
-        self.states[rows[:, None], 0, slots] = states.flatten(2).to(self.states.dtype)
+    def store_hidden(self, hidden: Tensor, first_slot: int | Tensor, entries: Tensor) -> None:
+        """Hidden states [B, N, W, H] of nodes in `entries` [B, N] of slots from `first_slot` on."""
+        assert self.hidden is not None
+        slots = slots_from(first_slot, entries)
+        self.hidden[slots[:, None], 0, entries] = hidden.flatten(2).to(self.hidden.dtype)
 
-    def stored(self, layers: int | None = None) -> list[Tensor]:
-        """Tensors [parts, rows, heads, slots, width]: all that is stored, or the keys and values of
-        the first few layers."""
-        self.settle()
+    def tensors(self, layers: int | None = None) -> list[Tensor]:
+        """All that is stored, as tensors [parts, slots, heads, entries, dim]; or the keys and values
+        of the first few layers."""
+        self.flush()
         if layers is not None:
             counts = Counter(self._sizes[: 2 * layers])
             return [self._stacks[size][:count] for size, count in counts.items()]
-        states = [] if self.states is None else [self.states[None]]
-        return [*self._stacks.values(), *states]
+        hidden = [] if self.hidden is None else [self.hidden[None]]
+        return [*self._stacks.values(), *hidden]
 
-    def matched(self, row: int, tokens: Sequence[int]) -> int:
-        """How many of `tokens` the row already holds, from the first on."""
-        held = self.tokens_in[row]
+    def matching_prefix(self, slot: int, tokens: Sequence[int]) -> int:
+        """How many of `tokens`, from the first on, the slot holds already."""
+        held = self.tokens_in[slot]
         count = min(len(held), len(tokens))
         if held[:count] == list(tokens[:count]):
             return count
         return next(i for i in range(count) if held[i] != tokens[i])
 
-    def keep(
-        self, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], first: int = 0
+    # ------------------------------------------------------------------- after a verification
+
+    def commit(
+        self, paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], first_slot: int = 0
     ) -> None:
-        """Keeps the nodes of a path (from the root, node 0) a row, rows from `first` on, out of the
-        last pass over them.
+        """Keeps the nodes of one path (from the root, node 0) per slot, out of the last forward.
 
-        For a chain the kept keys already lie where they belong; a tree's are moved up.
+        A chain's entries lie where they belong already; those of a tree are moved up.
         """
-        self.move(
-            [
-                (row, to, node)
-                for row, path in enumerate(paths, first)
-                for to, node in enumerate(path)
-                if to != node
-            ]
-        )
-        if self.mover is None:
-            self.settle()
-        for row, new in enumerate(tokens, first):
-            self.tokens_in[row].extend(new)
+        moves = [
+            (slot, to, node)
+            for slot, path in enumerate(paths, first_slot)
+            for to, node in enumerate(path)
+            if to != node
+        ]
+        if moves or self._pending:
+            self.move(moves)
+            if self.compactor is None:
+                self.flush()
+        for slot, new in enumerate(tokens, first_slot):
+            self.tokens_in[slot].extend(new)
+        self.version += 1
 
-    def move(self, moved: Sequence[tuple[int, int, int]], layers: int | None = None) -> None:
-        """Nodes (row, to, from) behind the row's length, all of what is stored for them or the keys
-        of the first few layers."""
-        self.settle()
+    def move(self, moves: Sequence[Move], layers: int | None = None) -> None:
+        """Moves the entries of nodes behind the length of their slot: all that is stored of them, or
+        the keys and values of the first few layers."""
+        self.flush()
         self.version += 1
         lengths = [len(held) for held in self.tokens_in]
-        slots = {(row, lengths[row] + to): lengths[row] + node for row, to, node in moved}
+        entries = {(slot, lengths[slot] + to): lengths[slot] + node for slot, to, node in moves}
         if layers is None:
-            self._unmoved = slots
-        elif slots:
-            self._move(slots, layers)
+            self._pending = entries
+        elif entries:
+            self._move(entries, layers)
 
-    def physical_entry(self, row: int, slot: int) -> int:
-        """Where what belongs in a slot lies now."""
-        return self._unmoved.get((row, slot), slot)
+    def physical_entry(self, slot: int, entry: int) -> int:
+        """Where the contents of an entry lie while their move is deferred."""
+        return self._pending.get((slot, entry), entry)
 
-    def settle(self) -> None:
-        """Moves what is not where it belongs, before somebody looks. If that is interrupted, nobody
-        knows what moved, and the rows hold these tokens no longer."""
-        if self._unmoved:
-            slots, self._unmoved = self._unmoved, {}
+    def flush(self) -> None:
+        """Carries out deferred moves. If that is interrupted, it is unknown what was moved, and the
+        slots no longer hold these tokens."""
+        if self._pending:
+            entries, self._pending = self._pending, {}
             try:
-                self._move(slots, None)
+                self._move(entries, None)
             except BaseException:
-                for row, to in slots:
-                    del self.tokens_in[row][to:]
+                for slot, to in entries:
+                    del self.tokens_in[slot][to:]
                 raise
 
-    def _move(self, slots: dict[tuple[int, int], int], layers: int | None) -> None:
-        moves = [(row, to, come) for (row, to), come in slots.items()]
-        if layers is None and self.mover is not None and self.mover(moves):
+    def _move(self, entries: dict[tuple[int, int], int], layers: int | None) -> None:
+        moves = [(slot, to, source) for (slot, to), source in entries.items()]
+        if layers is None and self.compactor is not None and self.compactor(moves):
             return
-        rows, to, come = small_tensor(
-            list(zip(*moves, strict=True)), torch.int64, self.keys[0].device
+        device = self.keys[0].device
+        compact(
+            self.tensors(layers), *small_tensor(list(zip(*moves, strict=True)), torch.int64, device)
         )
-        compact(self.stored(layers), rows, to, come)
+
+    # ------------------------------------------------------------------------------ whole slots
 
     def copy_slot(self, source: int, to: int) -> None:
-        """Row `to` holds what row `source` holds."""
+        """Slot `to` holds what slot `source` holds."""
         if source == to:
             return
         self.version += 1
         held = len(self.tokens_in[source])
-        for stored in self.stored():
+        for stored in self.tensors():
             stored[:, to, :, :held] = stored[:, source, :, :held]
         self.tokens_in[to] = list(self.tokens_in[source])
-        self.far[to] = self.far[source]
+        self.long_rope[to] = self.long_rope[source]
 
-    def clear_slot(self, row: int) -> None:
-        """Forgets a row whose keys may not be finite: nothing of it may stay behind a mask."""
+    def clear_slot(self, slot: int) -> None:
+        """Zeros a slot whose entries may not be finite: no NaN may stay behind a mask."""
         self.version += 1
-        for stored in self.stored():
-            stored[:, row] = 0
-        self.tokens_in[row].clear()
+        for stored in self.tensors():
+            stored[:, slot] = 0
+        self.tokens_in[slot].clear()
 
     def swap_slots(self, one: int, other: int) -> None:
         if one == other:
             return
         self.version += 1
         held = max(len(self.tokens_in[one]), len(self.tokens_in[other]))
-        for stored in self.stored():
-            spare = stored[:, one, :, :held].clone()
+        for stored in self.tensors():
+            copy = stored[:, one, :, :held].clone()
             stored[:, one, :, :held] = stored[:, other, :, :held]
-            stored[:, other, :, :held] = spare
-        tokens_in, far = self.tokens_in, self.far
-        tokens_in[one], tokens_in[other] = tokens_in[other], tokens_in[one]
-        far[one], far[other] = far[other], far[one]
+            stored[:, other, :, :held] = copy
+        tokens, rope = self.tokens_in, self.long_rope
+        tokens[one], tokens[other] = tokens[other], tokens[one]
+        rope[one], rope[other] = rope[other], rope[one]
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not garbage: a masked NaN would still poison a sum (0 * NaN). On a CPU they take
-    memory where something is written, and not before: few texts fill their context."""
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    needed = math.prod(size) * dtype.itemsize
-    block = np.zeros(needed + ALIGNED, np.uint8)
-    start = -block.ctypes.data % ALIGNED
-    return torch.from_numpy(block[start : start + needed]).view(dtype).view(size)
-
-
-def compact(stored: Sequence[Tensor], rows: Tensor, to: Tensor, come: Tensor) -> None:
-    """Slots [M] of rows [M] become what other slots are, in all parts of these tensors."""
-    for tensor in stored:
-        tensor[:, rows, :, to] = tensor[:, rows, :, come]
+def compact(tensors: Sequence[Tensor], slots: Tensor, to: Tensor, source: Tensor) -> None:
+    """Entries `to` [M] of slots [M] become copies of entries `source` [M], in all the tensors."""
+    for tensor in tensors:
+        tensor[:, slots, :, to] = tensor[:, slots, :, source]
 
 
 class SlotOwners:
-    """Which sequence each row of a drafter's own cache is for. Rows follow the batch: what another
-    row holds for a sequence comes along."""
+    """Which sequence each slot of a drafter's own cache belongs to. Slots follow the batch: what
+    another slot holds for a sequence is swapped in."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self.sequences = [-1] * cache.rows
+        self.sequences = [-1] * cache.num_slots
 
-    def place(self, sequence: int, row: int) -> bool:
-        """Whether what the row holds now is of this sequence, and not of another before it."""
-        rows = self.sequences
-        if rows[row] == sequence:
+    def place(self, sequence: int, slot: int) -> bool:
+        """Whether the slot now holds entries of this sequence, not of another one before it."""
+        owners = self.sequences
+        if owners[slot] == sequence:
             return True
-        known = sequence in rows
+        known = sequence in owners
         if known:
-            at = rows.index(sequence)
-            self._cache.swap_slots(at, row)
-            rows[at] = rows[row]
-        rows[row] = sequence
+            at = owners.index(sequence)
+            self._cache.swap_slots(at, slot)
+            owners[at] = owners[slot]
+        owners[slot] = sequence
         return known
 
 
-def slots_from(first: int | Tensor, slots: Tensor) -> Tensor:
-    """Rows [B] from the first on, unless they are given one by one."""
-    if isinstance(first, Tensor):
-        return first
-    return torch.arange(first, first + len(slots), device=slots.device)
+def slots_from(first_slot: int | Tensor, entries: Tensor) -> Tensor:
+    """Slots [B] from the first on, unless they are given one by one."""
+    if isinstance(first_slot, Tensor):
+        return first_slot
+    return torch.arange(first_slot, first_slot + len(entries), device=entries.device)
+
+
+# ---------------------------------------------------------- the cache as a model's forward sees it
 
 
 class LayerCacheView:
-    """One layer of the cache as one pass sees it: rows [first, first + B), slots [0, live).
+    """One layer of the cache during a forward: slots [first_slot, first_slot + B), entries
+    [0, kv_len).
 
     Stands in for transformers' Cache object, of which a layer needs only these methods.
     """
@@ -254,31 +257,32 @@ class LayerCacheView:
         self,
         keys: Tensor,
         values: Tensor,
-        first: int | Tensor,
-        slots: Tensor,
-        live: int,
-        guesses: Tensor,
+        first_slot: int | Tensor,
+        entries: Tensor,
+        kv_len: int,
+        is_draft: Tensor,
     ) -> None:
-        self.keys, self.values, self.first, self.live = keys, values, first, live
-        self.slots = slots  # [B, N], where the new keys go
-        self.guesses = guesses  # [N, 1, 1] or [B, N, 1, 1]: which nodes are no part of a text
+        self.keys, self.values, self.first_slot, self.kv_len = keys, values, first_slot, kv_len
+        self.entries = entries  # [B, N], where the new keys and values go
+        self.is_draft = is_draft  # [N, 1, 1] or [B, N, 1, 1]: nodes that are no context tokens
 
     def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        rows = slots_from(self.first, self.slots)
+        """Stores new keys and values [B, heads, N, dim]; returns all of them up to kv_len."""
+        slots = slots_from(self.first_slot, self.entries)
         for stored, new in (
             (self.keys, key.transpose(1, 2)),
             (self.values, value.transpose(1, 2)),
         ):
-            # A guess may overflow (half precision) and is then rejected, but behind the mask its
-            # NaN would still reach the other nodes of the row: 0 * NaN. So that of a guess is not
-            # stored. That of the text itself is: it is the target's own, and must show.
-            clean = new.nan_to_num(0.0, 0.0, 0.0)
-            stored[rows[:, None], :, self.slots] = clean.where(self.guesses, new)
-        held = self.keys[:, :, : self.live], self.values[:, :, : self.live]
-        if isinstance(self.first, Tensor):
-            return held[0].index_select(0, rows), held[1].index_select(0, rows)
-        part = slice(self.first, self.first + len(self.slots))
-        return held[0][part], held[1][part]
+            # A drafted token may overflow (half precision) and is then rejected, but its NaN would
+            # reach other nodes through the mask: 0 * NaN. So a draft's NaN is not stored. That of a
+            # context token is: it is the target's own, and must show.
+            finite = new.nan_to_num(0.0, 0.0, 0.0)
+            stored[slots[:, None], :, self.entries] = finite.where(self.is_draft, new)
+        held = self.keys[:, :, : self.kv_len], self.values[:, :, : self.kv_len]
+        if isinstance(self.first_slot, Tensor):
+            return held[0].index_select(0, slots), held[1].index_select(0, slots)
+        own = slice(self.first_slot, self.first_slot + len(self.entries))
+        return held[0][own], held[1][own]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions come with the call
@@ -287,37 +291,39 @@ class LayerCacheView:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.live, 0
+        return self.kv_len, 0
 
 
 class CacheView:
-    """All layers of the cache as one pass sees them."""
+    """All layers of the cache during a forward."""
 
     is_compileable = False
 
     def __init__(
         self,
         cache: KVCache,
-        first: int | Tensor,
-        slots: Tensor,
-        live: int,
-        real: int | Tensor | Sequence[int],
+        first_slot: int | Tensor,
+        entries: Tensor,
+        kv_len: int,
+        num_context_tokens: int | Tensor | Sequence[int],
     ) -> None:
-        """`first`: the first row, or [B] all of them where only the device knows. `real`: nodes
-        that belong to the text, of all rows or of each."""
-        self._cache, self.first, self.slots, self.live = cache, first, slots, live
-        nodes = torch.arange(slots.shape[1], device=slots.device)[:, None, None]
-        known = isinstance(real, int | Tensor)
-        text: Any = real if known else small_tensor(real, torch.int64, slots.device)
-        guesses = nodes >= (text if isinstance(text, int) else text[:, None, None, None])
+        """`first_slot`: or [B] all slots, where only the device knows them. `num_context_tokens`:
+        the first nodes, which are no drafted tokens; of all sequences, or of each."""
+        self._cache, self.first_slot, self.entries = cache, first_slot, entries
+        self.kv_len = kv_len
+        nodes = torch.arange(entries.shape[1], device=entries.device)[:, None, None]
+        counts: Any = num_context_tokens
+        if not isinstance(counts, int | Tensor):
+            counts = small_tensor(counts, torch.int64, entries.device)
+        is_draft = nodes >= (counts if isinstance(counts, int) else counts[:, None, None, None])
         self._layers = [
-            LayerCacheView(keys, values, first, slots, live, guesses)
+            LayerCacheView(keys, values, first_slot, entries, kv_len, is_draft)
             for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
 
-    def store(self, states: Tensor) -> None:
-        """What the nodes of this pass were between the layers, [B, N, W, H]."""
-        self._cache.store(states, self.first, self.slots)
+    def store_hidden(self, hidden: Tensor) -> None:
+        """Captured hidden states of the nodes of this forward, [B, N, W, H]."""
+        self._cache.store_hidden(hidden, self.first_slot, self.entries)
 
     def of_layer(self, index: int) -> LayerCacheView:
         return self._layers[index]
@@ -334,7 +340,7 @@ class CacheView:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.live, 0
+        return self.kv_len, 0
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -370,13 +376,27 @@ class KVShapeProbe:
         return [self.found[layer] for layer in sorted(self.found)]
 
 
-def _check_memory(needed: int, rows: int, length: int, device: torch.device) -> None:
+# ------------------------------------------------------------------------------------- memory
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not garbage: a masked NaN would still poison a sum (0 * NaN). On a CPU the system
+    commits a page when it is first written: few sequences fill their context."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    needed = math.prod(size) * dtype.itemsize
+    block = np.zeros(needed + ALIGNMENT, np.uint8)
+    start = -block.ctypes.data % ALIGNMENT
+    return torch.from_numpy(block[start : start + needed]).view(dtype).view(size)
+
+
+def _check_memory(needed: int, slots: int, entries: int, device: torch.device) -> None:
     free = free_memory(device)
     if free is not None and needed > free:
         raise CacheMemoryError(
-            f"the key-value cache needs {needed / 2**30:.1f} GiB ({rows} rows of {length} tokens) "
+            f"the KV cache needs {needed / 2**30:.1f} GiB ({slots} slots of {entries} tokens) "
             f"but {free / 2**30:.1f} GiB are free on {device}: "
-            f"lower max_batch (now {rows}) or max_context (now {length}), or use a smaller dtype"
+            f"lower max_batch (now {slots}) or max_context (now {entries}), or use a smaller dtype"
         )
 
 

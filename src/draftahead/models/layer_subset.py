@@ -1,7 +1,7 @@
-"""A pass over some of a model's layers, with the model's own weights, cache, norm and head.
+"""Forwards over some of a model's layers, with the model's own weights, cache, norm and LM head.
 
-A layer that is left out hands on what it is given. The list of layers stays whole: a shorter one
-would shift what each of them is, its kind of attention and its place in the cache.
+A layer that is left out passes its input on. The list of layers stays whole: a shorter one would
+shift each layer's index, and with it its kind of attention and its place in the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
 
-Exit = Callable[[Tensor], Tensor]  # states [..., H] on their way to the model's last norm
+ExitTransform = Callable[[Tensor], Tensor]  # hidden states [..., H] before the model's last norm
 
 
 class LayerSubset:
@@ -32,56 +32,57 @@ class LayerSubset:
         model: Any,
         layers: Sequence[int],
         *,
-        exit: Exit | None = None,
+        exit: ExitTransform | None = None,
         tokens: Tensor | None = None,
     ) -> None:
-        """`exit` changes the states behind the last layer. `tokens`: the only ones that the head is
-        asked about, and logits are over, where it is a plain linear layer."""
+        """`exit` changes the hidden states behind the last layer. `tokens` [D]: a draft vocabulary,
+        where the LM head is a plain linear layer; logits are over it."""
         self._stack = _layers_of(model)
         self.layers = tuple(sorted(set(layers)))
         if not self.layers or self.layers[0] != 0 or self.layers[-1] >= len(self._stack):
             raise ConfigError(
-                f"a part of {len(self._stack)} layers starts with layer 0, not {list(layers)}"
+                f"a subset of {len(self._stack)} layers starts with layer 0, not {list(layers)}"
             )
         self.exit = exit
-        self.vocabulary = int(text_config(model).vocab_size)
+        self.vocab_size = int(text_config(model).vocab_size)
         self._whole_head: Any = model.get_output_embeddings()
         self.tokens = tokens if type(self._whole_head) in (nn.Linear, Int8Linear) else None
         self.head: Any = None if self.tokens is None else rows_of(self._whole_head, self.tokens)
-        self._kernels: tuple[Decoder | None, Decoder | None] = (None, None)
-        self._rest: tuple[Any, ...] | None = None  # of what a layer returns beside the states
+        self._backends: tuple[Decoder | None, Decoder | None] = (None, None)  # whole, subset
+        self._extra: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
 
     @property
     def share(self) -> float:
-        """Of the weights that a pass over the whole model reads, those that one over this reads."""
-        sizes = [_size(layer) for layer in self._stack]
-        own = sum(sizes[index] for index in self.layers) + _size(self.head or self._whole_head)
-        return own / (sum(sizes) + _size(self._whole_head))
+        """Its weights as a share of those that a forward over the whole model reads."""
+        sizes = [_num_weights(layer) for layer in self._stack]
+        own = sum(sizes[index] for index in self.layers)
+        own += _num_weights(self.head or self._whole_head)
+        return own / (sum(sizes) + _num_weights(self._whole_head))
 
     def decoder(self, whole: Decoder | None) -> Decoder | None:
-        """A pass over this part by our kernels, where `whole` is one of all the model by them."""
-        if self._kernels[0] is not whole:
+        """The backend of this subset, where `whole` is the whole model's and can be divided."""
+        if self._backends[0] is not whole:
             own = None
             if isinstance(whole, CpuDecoder):
                 own = whole.part(self.layers, self.exit, self.head)
-            self._kernels = whole, own
-        return self._kernels[1]
+            self._backends = whole, own
+        return self._backends[1]
 
-    def scatter_to_vocab(self, logits: Tensor, best: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What a pass found, over the whole vocabulary: -inf for all others than its tokens."""
+    def scatter(self, logits: Tensor, argmax: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits and argmax over the whole vocabulary: -inf outside of its own tokens."""
         if self.tokens is None:
-            return logits, best
-        whole = scatter_to_vocab(logits, self.tokens, self.vocabulary)
-        if best is None:
+            return logits, argmax
+        whole = scatter_to_vocab(logits, self.tokens, self.vocab_size)
+        if argmax is None:
             return whole, None
-        return whole, torch.where(best < 0, best, self.tokens[best.clamp(min=0)])
+        return whole, torch.where(argmax < 0, argmax, self.tokens[argmax.clamp(min=0)])
 
     # ------------------------------------------------------------------ the model's own forward
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While entered, the model's forward is one of this part."""
-        self._rest = None
+        """While entered, the model's forward runs this subset."""
+        self._extra = None
         forwards = [
             (layer, partial(self._run, i, layer.forward)) for i, layer in enumerate(self._stack)
         ]
@@ -99,23 +100,23 @@ class LayerSubset:
                     module.__dict__["forward"] = forward
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        states = args[0] if args else options["hidden_states"]
+        hidden = args[0] if args else options["hidden_states"]
         if index in self.layers:
-            found = forward(*args, **options)
-            if isinstance(found, tuple):
-                states, self._rest = found[0], found[1:]
+            output = forward(*args, **options)
+            if isinstance(output, tuple):
+                hidden, self._extra = output[0], output[1:]
             else:
-                states = found
+                hidden = output
         if self.exit is not None and index == len(self._stack) - 1:
-            states = self.exit(states)
-        return states if self._rest is None else (states, *self._rest)
+            hidden = self.exit(hidden)
+        return hidden if self._extra is None else (hidden, *self._extra)
 
 
 @contextmanager
-def shown(model: Any, depths: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """While entered, a forward leaves here what its nodes were after so many layers; after all of
-    them, behind the last norm. By hooks of our own, which go again: those that transformers hangs
-    up for `output_hidden_states` stay, and would make the model look like one its owner changed."""
+def captured_hidden(model: Any, depths: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """While entered, a forward leaves its hidden states after so many layers in the dict; those
+    after all of them behind the last norm. By hooks of our own, which are removed again: those that
+    transformers registers for `output_hidden_states` stay, and would look like a patched model."""
     found: dict[int, Tensor] = {}
 
     def keep(depth: int, _: Any, __: Any, output: Any) -> None:
@@ -130,7 +131,7 @@ def shown(model: Any, depths: Sequence[int]) -> Iterator[dict[int, Tensor]]:
             handle.remove()
 
 
-def _size(module: Any) -> int:
+def _num_weights(module: Any) -> int:
     return sum(tensor.numel() for tensor in [*module.parameters(), *module.buffers()])
 
 
@@ -139,4 +140,4 @@ def _layers_of(model: Any) -> list[Any]:
     for module in model.modules():  # the outermost first
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
-    raise ConfigError(f"{type(model).__name__} has no list of {count} layers to take a part of")
+    raise ConfigError(f"{type(model).__name__} has no list of {count} layers to take some of")

@@ -1,9 +1,9 @@
-"""One pass of a transformers model over new tokens, with our cache and our attention.
+"""One forward of a transformers model over new tokens, with our KV cache and our attention.
 
-Any causal language model works unmodified: its own forward gets our cache object, position ids
-and mask. What a model must not do is keep state that cannot be rolled back, or mask in a way
-that a 4-D mask does not tell; such models are refused by name, and an architecture that the
-project has not tested is compared with its own forward once, at load.
+Any causal language model works unmodified: its own forward gets our cache object, position ids and
+mask. What a model must not do is keep state that cannot be rolled back, or mask in a way that a 4-D
+mask does not express; such models are refused by name, and an architecture that the project has not
+tested is compared with its own forward once, at load.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from draftahead.backends.cuda.padding import Padding
 from draftahead.backends.fingerprint import WeightFingerprint
 from draftahead.backends.select import kernels_for, recording_of
 from draftahead.core import tree
+from draftahead.core.types import ForwardOutput
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache, KVShapeProbe
 from draftahead.models import support
-from draftahead.models.layer_subset import LayerSubset, shown
+from draftahead.models.layer_subset import LayerSubset, captured_hidden
 from draftahead.models.support import text_config
 
+# Prompt tokens of one forward. More would need more memory for activations and gain little: such a
+# forward is bound by arithmetic.
 PREFILL_CHUNK = 512
-PREFILL_TOKENS = 16384  # of all texts of a pass that fills several rows
+PREFILL_TOKENS = 16384  # of all sequences of a forward that fills several slots
 
 
 class ModelRunner:
-    """A model and its cache."""
+    """A model and its KV cache."""
 
     def __init__(
         self,
@@ -47,209 +50,164 @@ class ModelRunner:
         *,
         max_batch: int,
         max_context: int | None,
-        spare: int,
+        scratch_entries: int,
         compiled: bool = False,
     ) -> None:
-        """`spare`: slots behind the context for nodes that are scored and not kept. `compiled`:
-        layers of a model that our kernels do not know go through torch.compile, on a GPU."""
+        """`scratch_entries`: KV entries behind the context, for drafted nodes. `compiled`: on a GPU,
+        layers of a model that our kernels do not support go through torch.compile."""
         support.refuse_unsupported(model)
         self.model, self.compiled = model, compiled
         self.device: torch.device = model.device
-        self.vocabulary = int(text_config(model).vocab_size)
-        self.limit = support.context_limit(model)
-        self.max_context = support.chosen_context(self.limit, max_context)
-        self.switch = support.longrope_switch(model)
+        self.vocab_size = int(text_config(model).vocab_size)
+        self.model_context = support.context_limit(model)
+        self.max_context = support.chosen_context(self.model_context, max_context)
+        self.long_rope_threshold = support.long_rope_threshold(model)
         self.uses_interface = bool(model._can_set_attn_implementation())
         self._configs = support.attention_configs(model) if self.uses_interface else []
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallRowLinears(model)
         self._decoder: Decoder | None = None
-        self._fill: GraphedPrefill | None = None
-        # [B, N] the first of the largest logits of the last pass, -1 where that is not finite;
-        # None where the pass did not find it on its way.
-        self.best: Tensor | None = None
-        self.top: Tensor | None = None  # [B, N, 4] likewise, the largest few
-        self._watched: tuple[int, ...] = ()
+        self._prefill: GraphedPrefill | None = None
+        self._captured: tuple[int, ...] = ()  # depths whose hidden states forwards store
         probe = KVShapeProbe()
-        calls = self._probe(probe)
-        length = self.max_context + spare
-        self.cache = KVCache(probe.shapes, max_batch, length, probe.dtype, self.device)
+        self._attention_calls = self._probe(probe)
+        num_entries = self.max_context + scratch_entries
+        self.cache = KVCache(probe.shapes, max_batch, num_entries, probe.dtype, self.device)
         if model.config.model_type not in support.TESTED:
             support.refuse_disagreeing(self)
-        self._calls = calls
-        self._decoder = self._recognised()
+        self._decoder = self._choose_backend()
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's logits are the same bits in every pass, whatever else is in it."""
+        """Whether a token's logits are the same bits in every forward, whatever else is in it."""
         return self._decoder is not None and self._decoder.batch_invariant
-
-    def scores_device_drafts(self, texts: int, nodes: int) -> bool:
-        """Whether a pass over so many nodes takes trees that the host has not seen."""
-        held, decoder = [len(row) for row in self.cache.tokens_in[:texts]], self._decoder
-        if decoder is None or not decoder.scores_device_drafts or self.switch is not None:
-            return False
-        more = Padding.of(self.cache, 0, held, nodes, fixed=True)
-        return decoder.takes(texts + more.texts, nodes, True)
-
-    def watch(self, depths: Sequence[int]) -> None:
-        """From now on every pass leaves in the cache what its nodes were after so many layers;
-        after all of them, behind the last norm (and only where it scores). See `states`."""
-        config = text_config(self.model)
-        layers = int(config.num_hidden_layers)
-        if not depths or not all(0 < depth <= layers for depth in depths):
-            raise ConfigError(f"states are there after 1 to {layers} layers, not {list(depths)}")
-        if set(depths) <= set(self._watched):
-            return
-        self._watched = tuple(sorted({*self._watched, *depths}))
-        self.cache.watch(len(self._watched) * int(config.hidden_size))
-        if self._decoder is not None:
-            self._decoder.watch(self._watched)
-        if self._fill is not None:
-            self._fill.graphs.forget()
-
-    def states(self, depths: Sequence[int], rows: Tensor, slots: Tensor) -> Tensor:
-        """What is in `slots` [B, N] of `rows` [B] was after so many layers, [B, N, W, H]."""
-        assert self.cache.states is not None
-        self.cache.settle()
-        stored = self.cache.states[rows[:, None], 0, slots]
-        found = stored.view(*slots.shape, len(self._watched), -1)
-        return found if tuple(depths) == self._watched else found[:, :, [*self.places(depths)]]
-
-    def places(self, depths: Sequence[int]) -> tuple[int, ...]:
-        """Where these states stand among those that are stored of a token."""
-        return tuple(self._watched.index(depth) for depth in depths)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # ------------------------------------------------------------------------- the pass
+    # ------------------------------------------------------------------------------ a forward
 
     @torch.inference_mode()
-    def run(
+    def forward(
         self,
         tokens: Tensor,
         *,
-        first: int = 0,
+        first_slot: int = 0,
         parents: Tensor | DeviceTree | None = None,
-        live: int | None = None,
-        scored: bool = True,
-        real: int | Sequence[int] = 1,
-        part: LayerSubset | None = None,
-        ahead: int = 0,
-    ) -> Tensor:
-        """Scores nodes [B, N] of rows [first, first + B), each after what its row holds.
+        kv_len: int | None = None,
+        with_logits: bool = True,
+        num_context_tokens: int | Sequence[int] = 1,
+        layers: LayerSubset | None = None,
+        offset: int = 0,
+    ) -> ForwardOutput:
+        """Computes nodes [B, N] behind what slots [first_slot, first_slot + B) hold.
 
-        Writes their keys behind each row's length and leaves the length as it is: `cache.keep`
-        moves it. `parents` [B, N] for trees, None for chains, ahead where `reads_ahead`. `live`:
-        slots to read, by default as many as are needed. Returns logits [B, N, V], good until the
-        next pass; without `scored` only the keys count, and what is returned does not. The first
-        `real` nodes (of each row, if there are several numbers) belong to the text, the others are
-        guesses or padding. `part`: only some of the layers, for guesses alone; nothing is watched,
-        and logits are over its tokens. `ahead`: nodes of earlier passes that these follow as a
-        chain, in the slots behind each row's length.
+        Writes their KV entries behind each slot's length and leaves the length as it is:
+        `cache.commit` moves it. `parents` [B, N]: of trees; None for chains; a DeviceTree where
+        `verifies_device_drafts`. `kv_len`: KV entries to read, by default as many as are needed.
+        Without `with_logits` only the KV entries count. The first `num_context_tokens` nodes (one
+        number, or one per sequence) are context; the others are drafted tokens or padding.
+        `layers`: only some of the layers, for drafting; no hidden states are captured then, and
+        logits are over its draft vocabulary. `offset`: nodes of earlier forwards that these follow
+        as a chain, in the entries behind each slot's length.
         """
-        self.cache.settle()
-        texts, width = tokens.shape
-        held = [len(self.cache.tokens_in[first + b]) + ahead for b in range(texts)]
-        end = max(held) + width
-        live, real = end if live is None else live, real if part is None else 0
-        beacon = self._needs_beacon(first, end)
-        if max(live, end + beacon) > self.cache.length:
-            raise ConfigError(f"a pass of {width} nodes does not fit behind {max(held)} tokens")
-        if not beacon and isinstance(real, int):
-            place = CacheSlice(first, live, self._last_position(first), real)
-            found = self._by_kernels(tokens, held, parents, place, scored, part)
-            if found is not None:
-                return found
+        self.cache.flush()
+        batch, num_nodes = tokens.shape
+        held = [len(self.cache.tokens_in[first_slot + b]) + offset for b in range(batch)]
+        end = max(held) + num_nodes
+        kv_len = end if kv_len is None else kv_len
+        num_context_tokens = num_context_tokens if layers is None else 0
+        dummy = self._needs_dummy(first_slot, end)
+        if max(kv_len, end + dummy) > self.cache.num_entries:
+            raise ConfigError(f"{num_nodes} nodes do not fit behind {max(held)} tokens")
+        if not dummy and isinstance(num_context_tokens, int):
+            last = self._last_position(first_slot)
+            place = CacheSlice(first_slot, kv_len, last, num_context_tokens)
+            output = self._by_backend(tokens, held, parents, place, with_logits, layers)
+            if output is not None:
+                return output
         assert not isinstance(parents, DeviceTree)
-        self.best = self.top = None
-        tokens = F.pad(tokens.to(self.device), (0, int(beacon)))
-        width, live = width + beacon, max(live, end + beacon)
+        tokens = F.pad(tokens.to(self.device), (0, int(dummy)))
+        num_nodes, kv_len = num_nodes + dummy, max(kv_len, end + dummy)
         lengths = torch.tensor(held, device=self.device)
+        index = torch.arange(num_nodes, device=self.device)
         if parents is None:
-            ancestors = None
-            depths = torch.arange(width, device=self.device).expand(texts, width)
+            ancestors, depths = None, index.expand(batch, num_nodes)
         else:
-            ancestors = tree.ancestors(F.pad(parents.to(self.device), (0, int(beacon))))
+            ancestors = tree.ancestors(F.pad(parents.to(self.device), (0, int(dummy))))
             depths = ancestors.sum(-1) - 1
-        # Padding may stand behind the last position there is; nobody reads it.
-        positions = (lengths[:, None] + depths).clamp(max=self._last_position(first))
-        if beacon:
-            positions[:, -1] = self.switch or 0
-        mask = attention.distances(lengths, depths, ancestors, live)
-        slots = lengths[:, None] + torch.arange(width, device=self.device)
-        window = CacheView(self.cache, first, slots, live, real)
-        logits = self._forward(tokens, positions, mask, window, scored, part=part)
-        return logits[:, :-1] if beacon else logits
+        # Padding may lie behind the last position of the model; its output is not used.
+        positions = (lengths[:, None] + depths).clamp(max=self._last_position(first_slot))
+        if dummy:
+            positions[:, -1] = self.long_rope_threshold or 0
+        mask = attention.distances(lengths, depths, ancestors, kv_len)
+        entries = lengths[:, None] + index
+        view = CacheView(self.cache, first_slot, entries, kv_len, num_context_tokens)
+        logits = self._own_forward(tokens, positions, mask, view, with_logits, layers=layers)
+        return ForwardOutput(logits[:, :-1] if dummy else logits)
 
-    def _by_kernels(
+    def _by_backend(
         self,
         tokens: Tensor,
         held: list[int],
         parents: Tensor | DeviceTree | None,
         place: CacheSlice,
-        scored: bool,
-        part: LayerSubset | None,
-    ) -> Tensor | None:
-        """The pass in another way than by the model's own forward, if there is one for it."""
-        texts, nodes = tokens.shape
-        more = Padding.of(
-            self.cache, place.first, held, nodes, fixed=isinstance(parents, DeviceTree)
-        )
-        decoder = self._decoder if part is None else part.decoder(self._decoder)
-        if decoder is not None and not decoder.takes(*more.size(texts, nodes), scored):
-            more = Padding()  # without, it may still be few enough
-        if decoder is None or not decoder.takes(*more.size(texts, nodes), scored):
+        with_logits: bool,
+        layers: LayerSubset | None,
+    ) -> ForwardOutput | None:
+        """The forward by a backend, if one supports it."""
+        decoder = self._decoder if layers is None else layers.decoder(self._decoder)
+        if decoder is None:
             return None
-        idle = self.cache.tokens_in[place.first + texts :][: more.texts]
-        found = decoder.run(
-            more.tokens(tokens),
-            held + [len(row) for row in idle],
-            more.parents(parents),
-            place=place._replace(live=place.live + more.nodes),
-            scored=scored,
-        )
-        if found is None:
+        batch, num_nodes = tokens.shape
+        if self.device.type != "cuda":
+            if not decoder.takes(batch, num_nodes, with_logits):
+                return None
+            lists = None if parents is None or isinstance(parents, DeviceTree) else parents.tolist()
+            return decoder.run(tokens, held, lists, place=place, scored=with_logits)
+        fixed = isinstance(parents, DeviceTree)
+        padding = Padding.of(self.cache, place.first, held, num_nodes, fixed=fixed)
+        if not decoder.takes(*padding.size(batch, num_nodes), with_logits):
+            padding = Padding()  # without it, it may be small enough
+        if not decoder.takes(*padding.size(batch, num_nodes), with_logits):
             return None
-        self.best = None if found.best is None else found.best[:texts, :nodes]
-        self.top = None if found.top is None else found.top[:texts, :nodes]
-        return found.logits[:texts, :nodes]
+        idle = self.cache.tokens_in[place.first + batch :][: padding.texts]
+        output = decoder.run(
+            padding.tokens(tokens),
+            held + [len(tokens) for tokens in idle],
+            padding.parents(parents),
+            place=place._replace(live=place.live + padding.nodes),
+            scored=with_logits,
+        )
+        if output is None:
+            return None
+        own = slice(batch), slice(num_nodes)
+        return ForwardOutput(
+            output.logits[own],
+            None if output.argmax is None else output.argmax[own],
+            None if output.topk is None else output.topk[own],
+        )
 
-    # longrope chooses its frequencies by the largest position in the pass: another set once a
-    # text is longer than `switch`. A text is rotated alike from end to end (`cache.far`), so
-    # padding must not cross the switch too early, and a pass over the head of a far text needs
-    # one node past it, a beacon, that nobody reads.
-
-    def _last_position(self, first: int) -> int:
-        far = self.switch is None or self.cache.far[first]
-        return self.limit - 1 if far else min(self.limit, self.switch or 0) - 1
-
-    def _needs_beacon(self, first: int, end: int) -> bool:
-        return self.switch is not None and self.cache.far[first] and end <= self.switch
-
-    def is_far(self, length: int) -> bool:
-        """Whether a text of so many tokens takes longrope's far frequencies."""
-        return self.switch is not None and length > self.switch
-
-    def _forward(
+    def _own_forward(
         self,
         tokens: Tensor,
         positions: Tensor,
         mask: Tensor,
         cache: Any,
-        scored: bool,
+        with_logits: bool,
         attention_name: str = attention.NAME,
-        part: LayerSubset | None = None,
+        layers: LayerSubset | None = None,
     ) -> Tensor:
-        watched = self._watched if part is None else ()
+        """The model's own forward, with our cache and attention in place."""
+        depths = self._captured if layers is None else ()
         if not self.uses_interface:
             mask = attention.additive(mask, self.model.dtype)
-        extra = {} if scored or not self._keeps_last else {"logits_to_keep": 1}
-        part_in_place = part.in_place() if part else nullcontext()
-        with self._our_kernels(attention_name), part_in_place, shown(self.model, watched) as found:
-            out = self.model(
+        extra = {} if with_logits or not self._keeps_last else {"logits_to_keep": 1}
+        subset = layers.in_place() if layers else nullcontext()
+        capture = captured_hidden(self.model, depths)
+        with self._our_attention(attention_name), subset, capture as hidden:
+            output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
                 attention_mask=mask,
@@ -257,14 +215,15 @@ class ModelRunner:
                 use_cache=True,
                 **extra,
             )
-        if watched:
-            cache.store(torch.stack([found[depth] for depth in watched], 2))
-        logits: Tensor = out.logits
+        if depths:
+            cache.store_hidden(torch.stack([hidden[depth] for depth in depths], 2))
+        logits: Tensor = output.logits
         return logits
 
     @contextmanager
-    def _our_kernels(self, name: str = attention.NAME) -> Iterator[None]:
-        """The user's model is theirs: outside a pass it is as they gave it."""
+    def _our_attention(self, name: str = attention.NAME) -> Iterator[None]:
+        """Our attention function and linear layers, for one forward: outside of it the user's model
+        is as they gave it."""
         before = [config._attn_implementation for config in self._configs]
         try:
             for config in self._configs:
@@ -275,74 +234,145 @@ class ModelRunner:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name
 
+    # ---------------------------------------------------------------------------- long RoPE
+
+    # longrope chooses its frequencies by the largest position in a forward: another set once a
+    # sequence is longer than `long_rope_threshold`. A sequence is rotated alike from end to end
+    # (`cache.long_rope`), so padding must not cross the threshold too early, and a forward over the
+    # beginning of a long sequence needs one dummy token beyond it, whose output is not used.
+
+    def is_long_rope(self, length: int) -> bool:
+        """Whether a sequence of so many tokens takes the frequencies of long ones."""
+        return self.long_rope_threshold is not None and length > self.long_rope_threshold
+
+    def _last_position(self, first_slot: int) -> int:
+        threshold = self.long_rope_threshold
+        if threshold is None or self.cache.long_rope[first_slot]:
+            return self.model_context - 1
+        return min(self.model_context, threshold) - 1
+
+    def _needs_dummy(self, first_slot: int, end: int) -> bool:
+        threshold = self.long_rope_threshold
+        return threshold is not None and self.cache.long_rope[first_slot] and end <= threshold
+
+    # -------------------------------------------------------------------------------- prefill
+
     @torch.inference_mode()
     def prefill(
-        self, row: int, tokens: Sequence[int], *, fixed: int | None = None, live: int | None = None
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        *,
+        chunk: int | None = None,
+        kv_len: int | None = None,
     ) -> int:
-        """Makes the row hold exactly `tokens` and tells how many of them it already held.
+        """Makes the slot hold exactly `tokens`; returns how many of them it held already.
 
-        `fixed`: passes cut and padded to this many by position alone, nothing reused, so that
-        the keys are the same bits whatever went before.
+        `chunk`: forwards cut and padded to this many tokens by position alone, nothing reused, so
+        that the KV entries are the same bits whatever went before.
         """
-        self._bind_anew(row)
-        far = self.is_far(len(tokens) + 1)  # the root follows
-        if fixed or self.cache.far[row] != far:
-            self.cache.tokens_in[row].clear()
-        self.cache.far[row] = far
-        matched = self.cache.matched(row, tokens)
-        del self.cache.tokens_in[row][matched:]
-        chunk = fixed or (MOST_ROWS if self.batch_invariant else PREFILL_CHUNK)
-        for start in range(matched, len(tokens), chunk):
-            part = list(tokens[start : start + chunk])
-            if fixed or not self._filled(row, part, start):
-                block = torch.tensor([part + [0] * (fixed - len(part) if fixed else 0)])
-                self.run(block, first=row, live=live, scored=False, real=len(part))
-            self.cache.tokens_in[row].extend(part)
-        return matched
+        self._refresh_backend(slot)
+        held, long_rope = self.cache.tokens_in[slot], self.is_long_rope(len(tokens) + 1)  # + root
+        if chunk or self.cache.long_rope[slot] != long_rope:
+            held.clear()
+        self.cache.long_rope[slot] = long_rope
+        reused = self.cache.matching_prefix(slot, tokens)
+        del held[reused:]
+        size = chunk or (MOST_ROWS if self.batch_invariant else PREFILL_CHUNK)
+        for start in range(reused, len(tokens), size):
+            part = list(tokens[start : start + size])
+            if chunk or not self._graphed_prefill(slot, part, start):
+                padding = [0] * (chunk - len(part)) if chunk else []
+                self.forward(
+                    torch.tensor([part + padding]),
+                    first_slot=slot,
+                    kv_len=kv_len,
+                    with_logits=False,
+                    num_context_tokens=len(part),
+                )
+            held.extend(part)
+        return reused
 
-    def _filled(self, row: int, tokens: list[int], held: int) -> bool:
-        """A part of a prompt by a recording, where there are some."""
-        self.cache.settle()
-        last = self._last_position(row)
-        return self._fill is not None and self._fill.run(row, tokens, held, last)
+    def _graphed_prefill(self, slot: int, tokens: list[int], held: int) -> bool:
+        """A chunk of a prompt as a CUDA graph, where one was captured."""
+        self.cache.flush()
+        last = self._last_position(slot)
+        return self._prefill is not None and self._prefill.run(slot, tokens, held, last)
 
-    def prefill_slots(self, first: int, texts: Sequence[Sequence[int]]) -> None:
-        """Fills rows from `first` on, several in a pass, reusing nothing."""
-        alone = self.batch_invariant or self.switch is not None or len(texts) == 1
-        for row in range(first, first + len(texts)):
-            self.cache.tokens_in[row].clear()
-            if alone:
-                self.prefill(row, texts[row - first])
-        if alone:
+    def prefill_slots(self, first_slot: int, prompts: Sequence[Sequence[int]]) -> None:
+        """Fills slots from `first_slot` on, several in one forward, reusing nothing."""
+        slots = range(first_slot, first_slot + len(prompts))
+        for slot in slots:
+            self.cache.tokens_in[slot].clear()
+        if self.batch_invariant or self.long_rope_threshold is not None or len(prompts) == 1:
+            for slot, prompt in zip(slots, prompts, strict=True):
+                self.prefill(slot, prompt)
             return
-        self._bind_anew(first)
-        most = max(map(len, texts))
-        chunk = min(PREFILL_CHUNK, max(1, PREFILL_TOKENS // len(texts)))
-        for start in range(0, most, chunk):
-            parts = [list(text[start : start + chunk]) for text in texts]
+        self._refresh_backend(first_slot)
+        size = min(PREFILL_CHUNK, max(1, PREFILL_TOKENS // len(prompts)))
+        for start in range(0, max(map(len, prompts)), size):
+            parts = [list(prompt[start : start + size]) for prompt in prompts]
             width = max(map(len, parts))
             block = torch.tensor([part + [0] * (width - len(part)) for part in parts])
-            self.run(block, first=first, scored=False, real=[len(part) for part in parts])
-            for row, part in enumerate(parts, start=first):
-                self.cache.tokens_in[row].extend(part)
+            counts = [len(part) for part in parts]
+            self.forward(block, first_slot=first_slot, with_logits=False, num_context_tokens=counts)
+            for slot, part in zip(slots, parts, strict=True):
+                self.cache.tokens_in[slot].extend(part)
 
-    def _bind_anew(self, row: int) -> None:
-        """If the model's weights have been moved or patched since the last text."""
-        if self._decoder is not None and not self._binding.holds():
-            self._decoder = None
-            self._decoder = self._recognised(row)
+    # --------------------------------------------------------------------------- hidden states
 
-    # --------------------------------------------------------------------------- at load
+    def capture_hidden(self, depths: Sequence[int]) -> None:
+        """From now on every forward stores the hidden states of its nodes after so many layers in
+        the cache; those after all layers are normed, and stored only by forwards with logits."""
+        config = text_config(self.model)
+        layers = int(config.num_hidden_layers)
+        if not depths or not all(0 < depth <= layers for depth in depths):
+            raise ConfigError(
+                f"hidden states can be captured after 1 to {layers} layers, not {list(depths)}"
+            )
+        if set(depths) <= set(self._captured):
+            return
+        self._captured = tuple(sorted({*self._captured, *depths}))
+        self.cache.capture_hidden(len(self._captured) * int(config.hidden_size))
+        if self._decoder is not None:
+            self._decoder.watch(self._captured)
+        if self._prefill is not None:
+            self._prefill.graphs.forget()
+
+    def hidden_states(self, depths: Sequence[int], slots: Tensor, entries: Tensor) -> Tensor:
+        """Captured hidden states of the tokens in `entries` [B, N] of `slots` [B]: [B, N, W, H]."""
+        assert self.cache.hidden is not None
+        self.cache.flush()
+        stored = self.cache.hidden[slots[:, None], 0, entries]
+        found = stored.view(*entries.shape, len(self._captured), -1)
+        if tuple(depths) == self._captured:
+            return found
+        return found[:, :, [*self.captured_index(depths)]]
+
+    def captured_index(self, depths: Sequence[int]) -> tuple[int, ...]:
+        """Where these depths stand among those whose hidden states are stored."""
+        return tuple(self._captured.index(depth) for depth in depths)
+
+    def verifies_device_drafts(self, batch: int, num_nodes: int) -> bool:
+        """Whether a forward over so many nodes takes trees that the host has not seen."""
+        decoder = self._decoder
+        if decoder is None or not decoder.scores_device_drafts or self.long_rope_threshold:
+            return False
+        held = [len(tokens) for tokens in self.cache.tokens_in[:batch]]
+        padding = Padding.of(self.cache, 0, held, num_nodes, fixed=True)
+        return decoder.takes(batch + padding.texts, num_nodes, True)
+
+    # --------------------------------------------------------------------------------- at load
 
     @torch.inference_mode()
     def _probe(self, probe: KVShapeProbe) -> dict[int, dict[str, Any]]:
-        """One token through the model, to learn what its layers store, and with what options
+        """One token through the model, to find out what its layers store, and with what options
         each of them calls its attention function."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         calls: dict[int, dict[str, Any]] = {}
         name = attention.register(calls)
         try:
-            self._forward(one, one, one[:, None, None], probe, False, name)
+            self._own_forward(one, one, one[:, None, None], probe, False, name)
         except Exception as problem:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not run with a cache that can be rolled back "
@@ -356,44 +386,54 @@ class ModelRunner:
         return calls
 
     @torch.inference_mode()
-    def _recognised(self, row: int = 0) -> Decoder | None:
-        """Another way to run the model's passes, if there is one and it agrees with the model's own
-        forward on a text and a tree."""
-        self._binding = WeightFingerprint(self.model)
-        decoder = kernels_for(self.model, self.cache, self._calls) or self._recording()
-        self._fill = None
-        found = self._checked(decoder, row)
-        # What can be recorded pass by pass can be for a prompt.
-        if found is not None and self.device.type == "cuda":
-            self._fill = GraphedPrefill(type(self.model).__name__, self._forward, self.cache)
-            self.cache.mover = GraphedCompaction(self.cache).run
-        if found is not None and self._watched:
-            found.watch(self._watched)
-        return found
+    def _choose_backend(self, slot: int = 0) -> Decoder | None:
+        """A faster way to run forwards, if there is one and it agrees with the model's own forward
+        on a prompt and a tree."""
+        self._fingerprint = WeightFingerprint(self.model)
+        calls = self._attention_calls
+        candidate = kernels_for(self.model, self.cache, calls) or self._graphed_forward()
+        self._prefill = None
+        decoder = self._checked(candidate, slot)
+        # A model whose forward can be captured can be captured for prompts.
+        if decoder is not None and self.device.type == "cuda":
+            self._prefill = GraphedPrefill(type(self.model).__name__, self._own_forward, self.cache)
+            self.cache.compactor = GraphedCompaction(self.cache).run
+        if decoder is not None and self._captured:
+            decoder.watch(self._captured)
+        return decoder
 
-    def _checked(self, decoder: Decoder | None, row: int) -> Decoder | None:
+    def _refresh_backend(self, slot: int) -> None:
+        """If the model's weights have been moved or patched since the last prompt."""
+        if self._decoder is not None and not self._fingerprint.holds():
+            self._decoder = None
+            self._decoder = self._choose_backend(slot)
+
+    def _checked(self, decoder: Decoder | None, slot: int) -> Decoder | None:
+        """The backend if its logits agree with the model's own, else the next best one."""
         count = min(self.max_context - 6, 24)
         if decoder is None or count < 1:
             return None
         generator = torch.Generator().manual_seed(0)
-        text = torch.randint(0, self.vocabulary, (count,), generator=generator).tolist()
-        self.prefill(row, text)
-        nodes = torch.randint(0, self.vocabulary, (1, 6), generator=generator)
+        prompt = torch.randint(0, self.vocab_size, (count,), generator=generator).tolist()
+        self.prefill(slot, prompt)
+        nodes = torch.randint(0, self.vocab_size, (1, 6), generator=generator)
         parents = torch.tensor([[-1, 0, 0, 1, 3, 2]])
         self._linears.enabled = False  # the model's very own arithmetic
-        theirs = self.run(nodes, first=row, parents=parents).float()
+        theirs = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
         self._linears.enabled = True
         self._decoder = decoder
-        ours = self.run(nodes, first=row, parents=parents).float()
+        ours = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
         self._decoder = None
-        self.cache.tokens_in[row].clear()
+        self.cache.tokens_in[slot].clear()
         gap = (theirs - ours).norm() / theirs.norm().clamp(min=1e-6)
         if gap < decoder.tolerance and decoder.takes(1, 6, True):
             return decoder
-        if isinstance(decoder, CudaDecoder):  # the next best way
-            return self._checked(self._recording(), row)
+        if isinstance(decoder, CudaDecoder):
+            return self._checked(self._graphed_forward(), slot)
         return None
 
-    def _recording(self) -> Decoder | None:
-        forward, compiled = self._forward, self.compiled
-        return recording_of(self.model, self.cache, forward, compiled=compiled, switch=self.switch)
+    def _graphed_forward(self) -> Decoder | None:
+        threshold = self.long_rope_threshold
+        return recording_of(
+            self.model, self.cache, self._own_forward, compiled=self.compiled, switch=threshold
+        )

@@ -1,4 +1,4 @@
-"""Which models can be taken, and what must be known of them."""
+"""Which models are supported, and what the engine must know of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def text_config(model: Any) -> Any:
 
 
 def attention_configs(model: Any) -> list[Any]:
-    """Every configuration object that some layer reads its attention's name from."""
+    """Every configuration object from which a layer reads the name of its attention function."""
     found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     return [c for c in found.values() if hasattr(c, "_attn_implementation_internal")]
 
@@ -37,7 +37,7 @@ def refuse_unsupported(model: Any) -> None:
     elif config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
         why = "uses ALiBi, whose biases do not follow our positions"
     elif unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS:
-        why = f"has layers of a kind that we cannot mask: {', '.join(sorted(unknown))}"
+        why = f"has layers of a kind that cannot be masked: {', '.join(sorted(unknown))}"
     if why:
         raise UnsupportedModelError(f"{name} {why}; speculation cannot be exact for it")
     if model.training:
@@ -50,23 +50,27 @@ def _rope(config: Any) -> list[dict[str, Any]]:
     return nested or [found]
 
 
+# Tokens of a slot where the user does not say: a larger cache is asked for, not assumed.
+DEFAULT_CONTEXT = 8192
+
+
 def context_limit(model: Any) -> int:
-    """How many positions the model can take. Beyond a dynamic RoPE's own length every pass
-    changes the frequencies, and with them what a draft or a batch mate may not touch."""
+    """How many positions the model has. Beyond a dynamic RoPE's own length every forward would
+    change the frequencies, and a draft or another sequence of the batch would change the output."""
     limit = int(getattr(text_config(model), "max_position_embeddings", None) or 0)
-    return limit if limit > 0 else 8192
+    return limit if limit > 0 else DEFAULT_CONTEXT
 
 
 def chosen_context(limit: int, wanted: int | None) -> int:
     if wanted is None:
-        return min(limit, 8192)  # a cache for more is asked for, not assumed
+        return min(limit, DEFAULT_CONTEXT)
     if not 1 <= wanted <= limit:
         raise ConfigError(f"max_context must be 1 to {limit} for this model, not {wanted}")
     return wanted
 
 
 def last_norm(model: Any) -> Any:
-    """What stands between the last layer and the head."""
+    """The norm between the last layer and the LM head."""
     body = model.get_decoder()
     for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
         found = getattr(body, name, None)
@@ -75,8 +79,8 @@ def last_norm(model: Any) -> Any:
     raise UnsupportedModelError(f"{type(model).__name__} has no last norm of a known name")
 
 
-def longrope_switch(model: Any) -> int | None:
-    """The length beyond which longrope takes its other set of frequencies."""
+def long_rope_threshold(model: Any) -> int | None:
+    """The length beyond which longrope uses its second set of frequencies."""
     for rope in _rope(text_config(model)):
         if rope.get("rope_type") == "longrope":
             return int(rope["original_max_position_embeddings"])
@@ -84,33 +88,34 @@ def longrope_switch(model: Any) -> int | None:
 
 
 @torch.inference_mode()
-def refuse_disagreeing(passes: Any) -> None:
-    """An architecture nobody tested here must agree with itself: chunked and through our
-    cache and mask as well as in one plain forward."""
-    if not passes.uses_interface:
+def refuse_disagreeing(runner: Any) -> None:
+    """An architecture that is not in TESTED must agree with itself: in chunks, through our cache
+    and mask, as a chain and as a tree, as well as in one plain forward."""
+    name = type(runner.model).__name__
+    if not runner.uses_interface:
         raise UnsupportedModelError(
-            f"{type(passes.model).__name__} has an attention of its own that nobody has tested "
-            "with trees and ragged batches here"
+            f"{name} has an attention of its own that is not tested here with trees and ragged "
+            "batches"
         )
     generator = torch.Generator().manual_seed(0)
-    count = min(48, passes.max_context - 8)
-    ids = torch.randint(0, passes.vocabulary, (1, count), generator=generator)
-    own = passes.model(input_ids=ids.to(passes.device), use_cache=False).logits.float()
+    count = min(48, runner.max_context - 8)
+    ids = torch.randint(0, runner.vocab_size, (1, count), generator=generator)
+    own = runner.model(input_ids=ids.to(runner.device), use_cache=False).logits.float()
     half = count // 2
-    passes.prefill(0, ids[0, :half].tolist())
-    # As a chain, over more slots than are used, and behind a branch that is not theirs.
-    chain = passes.run(ids[:, half:], live=count + 8).float().clone()
+    runner.prefill(0, ids[0, :half].tolist())
+    # As a chain that reads more KV entries than are used, and behind a branch of other tokens.
+    chain = runner.forward(ids[:, half:], kv_len=count + 8).logits.float().clone()
     width = count - half + 1
     parents = torch.tensor([[-1, 0, 0, *range(2, width - 1)]])
     nodes = torch.cat([ids[:, half : half + 1], ids[:, :1], ids[:, half + 1 :]], 1)
-    branch = passes.run(nodes, parents=parents).float()
-    passes.cache.tokens_in[0].clear()
+    branch = runner.forward(nodes, parents=parents).logits.float()
+    runner.cache.tokens_in[0].clear()
     ours = torch.cat([chain, branch[:, :1], branch[:, 2:]], 1)
     own = torch.cat([own[:, half:], own[:, half:]], 1)
     gap = (own - ours).abs().max() / own.abs().max().clamp(min=1e-6)
-    bound = 1e-3 if passes.model.dtype in (torch.float32, torch.float64) else 0.1
+    bound = 1e-3 if runner.model.dtype in (torch.float32, torch.float64) else 0.1
     if not gap <= bound:
         raise UnsupportedModelError(
-            f"{type(passes.model).__name__} gives other logits with our cache and mask than by "
-            f"itself (by {float(gap):.1e} of their size): its attention is not one we know"
+            f"{name} gives other logits with our cache and mask than by itself (by "
+            f"{float(gap):.1e} of their size): its attention is not supported"
         )

@@ -1,4 +1,4 @@
-"""The target: scores whole drafts in one pass, keeps what was accepted."""
+"""The target as a verifier: one forward over whole drafts, and the KV cache after a verdict."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from draftahead.backends.base import DeviceTree
+from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import CompileTime
-from draftahead.core.types import Batch, Draft, Exact, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch, Exact, ForwardOutput, SequenceState, Verdict
 from draftahead.errors import ReplayUnsupportedError
 from draftahead.models.runner import ModelRunner
 
-MAX_NODES = 64  # of one row's draft, the root included
-REPLAY_ROWS = 8  # nodes of every replay pass, drafted or not
-REPLAY_CHUNK = 128
+MAX_NODES = 64  # of one sequence's draft, the root included: ancestors are the bits of one word
+# Nodes of every forward in replay mode, drafted or not. More allow longer drafts there, and make
+# every forward dearer.
+REPLAY_NODES = 8
+REPLAY_CHUNK = 128  # prompt tokens of every prefill forward in replay mode
+# KV entries that a forward reads in replay mode: at least so many, then powers of two. Fewer sizes
+# mean fewer self-tests, more entries that hold nothing.
+REPLAY_KV_LEN = 256
 
 
 class Verifier:
-    """A model under speculation. Row b of a batch lives in row b of the cache."""
+    """A model whose drafts are verified. Sequence b of a batch lives in slot b of its cache."""
 
     def __init__(
         self,
@@ -32,168 +39,171 @@ class Verifier:
         exact: Exact,
         compiled: bool = False,
     ) -> None:
-        replay = exact == "replay"
-        spare = REPLAY_CHUNK if replay else MAX_NODES
+        self.replay = exact == "replay"
         self.runner = ModelRunner(
-            model, max_batch=max_batch, max_context=max_context, spare=spare, compiled=compiled
+            model,
+            max_batch=max_batch,
+            max_context=max_context,
+            scratch_entries=REPLAY_CHUNK if self.replay else MAX_NODES,
+            compiled=compiled,
         )
-        self.replay = replay
-        # Kernels whose bits depend on the shape of a pass are given one shape only.
-        self.fixed_shape = replay and not self.runner.batch_invariant
-        self._proven: set[int] = set()  # numbers of slots that passed the self-test
-        self._touched = 0  # slots that were written for the sake of timing
-        if replay:
-            self._self_test(0, min(256, self.runner.cache.length))
+        self.cache = self.runner.cache
+        self.max_context, self.vocab_size = self.runner.max_context, self.runner.vocab_size
+        # Kernels whose bits depend on the shape of a forward are given one shape only.
+        self.fixed_shape = self.replay and not self.runner.batch_invariant
+        self.max_nodes = REPLAY_NODES if self.fixed_shape else MAX_NODES
+        self._tested: set[int] = set()  # values of kv_len that passed the self-test
+        self._written = 0  # KV entries of slot 0 that were written for timing
+        if self.replay:
+            self._self_test(0, min(REPLAY_KV_LEN, self.cache.num_entries))
 
-    @property
-    def max_nodes(self) -> int:
-        return REPLAY_ROWS if self.fixed_shape else MAX_NODES
+    def max_depth(self, sequence: SequenceState) -> int:
+        """How deep a draft may be before it leaves the context, or crosses longrope's threshold."""
+        length, threshold = len(sequence.tokens), self.runner.long_rope_threshold
+        depth = min(self.max_context - length, self.max_nodes - 1)
+        if threshold is not None and length <= threshold:
+            depth = min(depth, threshold - length)
+        return depth
 
-    @property
-    def max_context(self) -> int:
-        return self.runner.max_context
+    # ------------------------------------------------------------------------------- a prompt
 
-    @property
-    def vocabulary(self) -> int:
-        return self.runner.vocabulary
-
-    def room(self, sequence: SequenceState) -> int:
-        """How deep a draft may go before it leaves the context, or crosses longrope's switch."""
-        length, switch = len(sequence.tokens), self.runner.switch
-        room = self.max_context - length
-        if switch is not None and length <= switch:
-            room = min(room, switch - length)
-        return room
-
-    # ------------------------------------------------------------------------------ a step
-
-    def prefill(self, row: int, sequence: SequenceState) -> int:
-        """All of the text but its last token, which is the root of the next step."""
+    def prefill(self, slot: int, sequence: SequenceState) -> int:
+        """Computes all tokens but the last, which is the root of the next step; returns how many of
+        them the slot held already."""
         tokens = sequence.tokens[:-1]
         if self.replay:
-            self._self_test(row, self._live(sequence))
+            self._self_test(slot, self._kv_len(sequence))
         if self.fixed_shape:
-            live = self._live(sequence)
-            return self.runner.prefill(row, tokens, fixed=REPLAY_CHUNK, live=live)
+            kv_len = self._kv_len(sequence)
+            return self.runner.prefill(slot, tokens, chunk=REPLAY_CHUNK, kv_len=kv_len)
         if not sequence.request.reuse:
-            self.runner.cache.tokens_in[row].clear()
-        return self.runner.prefill(row, tokens)
+            self.cache.tokens_in[slot].clear()
+        return self.runner.prefill(slot, tokens)
 
-    def prefill_slots(self, first: int, sequences: Sequence[SequenceState]) -> None:
-        """The same for several texts in rows from `first` on, of which nothing is held yet."""
+    def prefill_slots(self, first_slot: int, sequences: Sequence[SequenceState]) -> None:
+        """The same for several sequences in slots from `first_slot` on, reusing nothing."""
         if self.replay:
-            for row, sequence in enumerate(sequences, start=first):
-                self.prefill(row, sequence)
+            for slot, sequence in enumerate(sequences, start=first_slot):
+                self.prefill(slot, sequence)
         else:
-            self.runner.prefill_slots(first, [sequence.tokens[:-1] for sequence in sequences])
+            self.runner.prefill_slots(first_slot, [s.tokens[:-1] for s in sequences])
 
-    def score(self, batch: Batch, draft: Draft) -> ForwardOutput:
-        """One pass over all nodes of all rows, but for replay and for rows rotated apart."""
-        for row, sequence in enumerate(batch.sequences):
-            # A step that was interrupted may have kept keys of tokens that never were committed,
-            # or lost keys of some that were.
-            held = self.runner.cache.tokens_in[row]
-            del held[len(sequence.tokens) - 1 :]
-            if len(held) < len(sequence.tokens) - 1:
-                self.prefill(row, sequence)
-        self._rotate_crossed(batch)
-        rows = range(len(batch.sequences))
-        if draft.on_device is not None:
-            ahead = DeviceTree(batch.roots, draft.on_device.trees)
-            logits = self.runner.run(draft.tokens, parents=ahead)
-            draft.on_device.clock.mark()
-            return ForwardOutput(logits, self.runner.best, draft=draft)
-        parents = None if draft.is_chain else draft.parents
+    # --------------------------------------------------------------------------------- a step
+
+    def forward(self, batch: Batch, draft: Draft | DeviceDraft) -> ForwardOutput:
+        """One forward over all nodes of all sequences; several in replay mode, and where longrope
+        rotates some sequences otherwise than the rest."""
+        self._repair(batch)
+        slots = range(len(batch.sequences))
+        if isinstance(draft, DeviceDraft) and draft.trees is not None:
+            trees = DeviceTree(draft.roots, draft.trees)
+            output = self.runner.forward(draft.token_tensor, parents=trees)
+            if draft.timer is not None:
+                draft.timer.mark()
+            return output
+        parents = None if draft.is_chain else draft.parent_tensor
         if self.fixed_shape:
-            # Each text in a pass of its own, always of one shape over the same slots: so a
-            # token's logits are the same bits as a root, as a guess, with mates or without.
-            width = draft.tokens.shape[1]
-            padded = F.pad(draft.tokens, (0, REPLAY_ROWS - width))
-            lives = [self._live(sequence) for sequence in batch.sequences]
-            alone = [
-                self.runner.run(padded[r : r + 1], first=r, live=lives[r]).clone() for r in rows
-            ]
-            return ForwardOutput(torch.cat(alone)[:, :width], draft=draft)
-        if len({self.runner.cache.far[row] for row in rows}) > 1:
-            above = [None if parents is None else parents[r : r + 1] for r in rows]
-            run = self.runner.run
-            alone = [run(draft.tokens[r : r + 1], first=r, parents=above[r]).clone() for r in rows]
-            return ForwardOutput(torch.cat(alone), draft=draft)
-        logits = self.runner.run(draft.tokens, parents=parents)
-        passes = self.runner
-        return ForwardOutput(logits, passes.best, passes.top, draft)
+            # Each sequence in a forward of its own, always of one shape over as many KV entries: a
+            # token's logits are the same bits as a root, as a drafted node, in any batch.
+            padded = F.pad(draft.token_tensor, (0, REPLAY_NODES - draft.width))
+            kv_lens = [self._kv_len(sequence) for sequence in batch.sequences]
+            alone = [self._forward_one(padded, slot, None, kv_lens[slot]) for slot in slots]
+            return ForwardOutput(torch.cat(alone)[:, : draft.width])
+        if len({self.cache.long_rope[slot] for slot in slots}) > 1:
+            alone = [self._forward_one(draft.token_tensor, slot, parents, None) for slot in slots]
+            return ForwardOutput(torch.cat(alone))
+        return self.runner.forward(draft.token_tensor, parents=parents)
 
-    def scores_device_drafts(self, draft: Draft, batch: Batch) -> bool:
-        """Whether it can score trees that nobody has looked at."""
-        if draft.on_device is None or self.fixed_shape or draft.on_device.roots != batch.roots:
+    def _forward_one(
+        self, tokens: Tensor, slot: int, parents: Tensor | None, kv_len: int | None
+    ) -> Tensor:
+        own = slice(slot, slot + 1)
+        parents = None if parents is None else parents[own]
+        output = self.runner.forward(tokens[own], first_slot=slot, parents=parents, kv_len=kv_len)
+        return output.logits.clone()
+
+    def _repair(self, batch: Batch) -> None:
+        """A step that was interrupted may have kept KV entries of tokens that never were committed,
+        or lost those of some that were. And a sequence that has just outgrown longrope's threshold
+        is rotated anew, as transformers does."""
+        long_rope = self.runner.long_rope_threshold is not None
+        for slot, sequence in enumerate(batch.sequences):
+            held, needed = self.cache.tokens_in[slot], len(sequence.tokens) - 1
+            del held[needed:]
+            if len(held) < needed:
+                self.prefill(slot, sequence)
+            if long_rope and self.cache.long_rope[slot] != self.runner.is_long_rope(needed + 1):
+                self.prefill(slot, sequence)
+
+    def verifies_device_draft(self, draft: DeviceDraft, batch: Batch) -> bool:
+        """Whether a draft that the host has not seen can be verified as it is."""
+        if self.fixed_shape or draft.roots != batch.roots:
             return False
-        texts, nodes = draft.tokens.shape
-        fits = texts == len(batch.sequences) and nodes <= self.max_nodes
-        return fits and self.runner.scores_device_drafts(texts, nodes)
+        size, width = draft.token_tensor.shape
+        if size != len(batch.sequences) or width > self.max_nodes:
+            return False
+        return self.runner.verifies_device_drafts(size, width)
 
-    def _rotate_crossed(self, batch: Batch) -> None:
-        """A text that has just outgrown longrope's switch is rotated anew, as transformers does."""
-        if self.runner.switch is not None:
-            for row, sequence in enumerate(batch.sequences):
-                if self.runner.cache.far[row] != self.runner.is_far(len(sequence.tokens)):
-                    self.prefill(row, sequence)
+    def commit(self, draft: Draft, verdict: Verdict) -> None:
+        """Keeps the KV entries of the accepted paths."""
+        paths = verdict.paths
+        kept = [[draft.tokens[b][node] for node in path] for b, path in enumerate(paths)]
+        self.cache.commit(paths, kept)
 
-    def keep(self, batch: Batch, draft: Draft, verdict: Verdict) -> None:
-        tokens = draft.host_tokens
-        kept = [[tokens[row][node] for node in path] for row, path in enumerate(verdict.paths)]
-        self.runner.cache.keep(verdict.paths, kept)
-
-    def timed_pass(self, rows: int, keys: int) -> float:
-        """Seconds of a pass over so many rows behind so many keys, of no text. For idle caches."""
-        held = self.runner.cache.tokens_in[0]
-        held[:] = [0] * keys
-        if keys > self._touched:  # else a CPU would read one and the same empty page all the time
-            for stored in self.runner.cache.stored():
-                stored[:, 0, :, :keys] = 0
-            self._touched = keys
-        nodes = torch.zeros(1, rows, dtype=torch.long)
+    def timed_forward(self, num_nodes: int, kv_len: int) -> float:
+        """Seconds of a forward over so many nodes behind so many KV entries, for an idle cache."""
+        held = self.cache.tokens_in[0]
+        held[:] = [0] * kv_len
+        if kv_len > self._written:  # a CPU would read one and the same unwritten page otherwise
+            for stored in self.cache.tensors():
+                stored[:, 0, :, :kv_len] = 0
+            self._written = kv_len
+        nodes = torch.zeros(1, num_nodes, dtype=torch.long)
         self.runner.synchronize()
         start = time.perf_counter() - CompileTime.seconds
-        self.runner.run(nodes)
+        self.runner.forward(nodes)
         self.runner.synchronize()
         held.clear()
         return time.perf_counter() - CompileTime.seconds - start
 
-    # ---------------------------------------------------------------------------- replay
+    # --------------------------------------------------------------------------------- replay
 
-    def _live(self, sequence: SequenceState) -> int:
-        """How many slots this request's passes read in replay: a power of two that the request
-        alone decides, so that sums run over the same range from its first token to its last."""
-        most = len(sequence.request.prompt) + (sequence.params.max_tokens or 0)
-        live = 256
-        while live < most + REPLAY_CHUNK:
-            live *= 2
-        return min(live, self.runner.cache.length)
+    def _kv_len(self, sequence: SequenceState) -> int:
+        """How many KV entries this request's forwards read in replay mode: a power of two that the
+        request alone decides, so that sums run over the same range from its first token to its
+        last."""
+        longest = sequence.prompt_length + (sequence.params.max_tokens or 0)
+        kv_len = REPLAY_KV_LEN
+        while kv_len < longest + REPLAY_CHUNK:
+            kv_len *= 2
+        return min(kv_len, self.cache.num_entries)
 
-    def _self_test(self, row: int, live: int) -> None:
-        """A token must get the same bits as the root of a pass and as any node of a chain."""
-        if live in self._proven:
+    def _self_test(self, slot: int, kv_len: int) -> None:
+        """A token must get the same bits as the root of a forward and as any node of a chain."""
+        if kv_len in self._tested:
             return
-        generator = torch.Generator().manual_seed(live)
-        start = max(0, min(live // 2, self.max_context - REPLAY_ROWS))
-        shape = (start + REPLAY_ROWS,)
-        tokens = torch.randint(0, self.vocabulary, shape, generator=generator).tolist()
-        fixed = {"fixed": REPLAY_CHUNK, "live": live} if self.fixed_shape else {}
-        self.runner.prefill(row, tokens[:start], **fixed)
-        held, chain = self.runner.cache.tokens_in[row], tokens[start:]
-        slots = live if self.fixed_shape else None
-        together = self.runner.run(torch.tensor([chain]), first=row, live=slots)[0].clone()
+        generator = torch.Generator().manual_seed(kv_len)
+        start = max(0, min(kv_len // 2, self.max_context - REPLAY_NODES))
+        shape = (start + REPLAY_NODES,)
+        tokens = torch.randint(0, self.vocab_size, shape, generator=generator).tolist()
+        read = kv_len if self.fixed_shape else None
+        chunk = REPLAY_CHUNK if self.fixed_shape else None
+        self.runner.prefill(slot, tokens[:start], chunk=chunk, kv_len=read)
+        held, chain = self.cache.tokens_in[slot], tokens[start:]
+        forward = self.runner.forward
+        output = forward(torch.tensor([chain]), first_slot=slot, kv_len=read)
+        together = output.logits[0].clone()
         for index, token in enumerate(chain):
-            others = torch.randint(0, self.vocabulary, (REPLAY_ROWS - 1,), generator=generator)
-            nodes = [token, *others.tolist()] if self.fixed_shape else [token]
-            alone = self.runner.run(torch.tensor([nodes]), first=row, live=slots)[0, 0]
+            others = torch.randint(0, self.vocab_size, (REPLAY_NODES - 1,), generator=generator)
+            nodes = torch.tensor([[token, *others.tolist()] if self.fixed_shape else [token]])
+            alone = forward(nodes, first_slot=slot, kv_len=read).logits[0, 0]
             if not torch.equal(alone, together[index]):
                 gap = float((alone - together[index]).abs().max())
                 raise ReplayUnsupportedError(
                     f"exact='replay' does not hold on this machine: a token's logits change by "
-                    f"{gap:.1e} with its row in a pass of {REPLAY_ROWS} over {live} slots; "
-                    "use exact='law', or another dtype or device"
+                    f"{gap:.1e} with its place in a forward of {REPLAY_NODES} nodes over {kv_len} "
+                    "KV entries; use exact='distribution', or another dtype or device"
                 )
             held.append(token)
         held.clear()
-        self._proven.add(live)
+        self._tested.add(kv_len)

@@ -1,15 +1,15 @@
-"""The acceptance rules: which drafted tokens stay, so that the target's law is kept exactly.
+"""The acceptance rules: which drafted tokens stay, so that the target's distribution is kept exactly.
 
-p is the target's law and q the draft's, both after every processor. The rules are pure
-functions of (p, q, drafted tokens); chance enters only through `coin`, at the end.
+p is the target's distribution and q the draft's, both after every processor. The rules are pure
+functions of (p, q, drafted tokens); randomness enters only through `accepts` and `sample_gumbel`.
 
-- match:    point-mass drafts. The target draws its own token at every node; descend while a
-            child holds it. Lossless for any tree, and for replay with keyed noise.
-- siblings: sampled children, tried in order against what is left of p, without replacement
+- matching: point-mass drafts. The target samples its own token at every node; descend while a child
+            holds it. Lossless for any tree, and for replay with keyed noise.
+- siblings: sampled children, tried in order against the residual of p, without replacement
             (SpecInfer, arXiv 2305.09781; one child: Leviathan et al., arXiv 2211.17192).
-- block:    sampled chains as a whole (Sun et al., arXiv 2403.10444): keeps at least as much.
-- typical:  NOT lossless, and only where that was asked for: point-mass guesses that are likely
-            enough stay, drawn or not (Medusa, arXiv 2401.10774). Greedy texts stay exact.
+- block:    sampled chains as a whole (Sun et al., arXiv 2403.10444): accepts at least as much.
+- typical:  NOT lossless, and only where that was asked for: drafted tokens that are likely enough
+            stay, sampled or not (Medusa, arXiv 2401.10774). Greedy output stays exact.
 """
 
 from __future__ import annotations
@@ -20,38 +20,241 @@ import torch
 from torch import Tensor
 
 from draftahead.core import tree
-from draftahead.core.types import Batch, Draft, ForwardOutput, SequenceState, Verdict
+from draftahead.core.device import small_tensor
+from draftahead.core.draft import DeviceDraft, Draft
+from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.errors import DraftaheadError, NonFiniteLogitsError
 from draftahead.sampling.noise import (
     NodeContext,
     RngStream,
     sample_gumbel,
-    small_tensor,
     step_rng_key,
     target_rng_key,
     uniforms,
 )
 from draftahead.sampling.processors import probs_of
-from draftahead.sampling.sample import draw
+from draftahead.sampling.sample import sample_target
 
 AcceptanceRule = Literal["block", "token"]
 EPSILON, DELTA = 0.3, 0.09  # of typical acceptance, as in Medusa's own code
 NO_TOKEN = -1  # in place of a token where the logits allow none
 
 
-# ------------------------------------------------------------------------ the pure functions
+def accept(
+    draft: Draft | DeviceDraft,
+    output: ForwardOutput,
+    batch: Batch,
+    rule: AcceptanceRule = "block",
+    *,
+    lossless: bool = True,
+) -> tuple[Verdict, Draft]:
+    """Which path of each tree is accepted, and the target's own next token; and the draft, which
+    the host may not have known before."""
+    if draft.probs is None:
+        if lossless:
+            return accept_matching(draft, output, batch)
+        return accept_typical(draft, output, batch)
+    if rule == "block" and draft.is_chain:
+        return accept_block(draft, output, batch)
+    return accept_siblings(draft, output, batch)
+
+
+# ------------------------------------------------------------------------- point-mass drafts
+
+
+def accept_matching(
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+) -> tuple[Verdict, Draft]:
+    """Descends while a child holds the target's own token: all trees together, one level at a
+    time."""
+    known, own = _own_tokens_everywhere(draft, output, batch)
+    children = [
+        {(known.parents[b][n], known.tokens[b][n]): n for n in range(size - 1, 0, -1)}
+        for b, size in enumerate(known.num_nodes)
+    ]
+    verdict = _empty_verdict(batch)
+    active = list(range(len(batch.sequences)))
+    while active:
+        nodes = [verdict.paths[b][-1] for b in active]
+        if own is None:
+            tokens = _own_tokens(output, batch, verdict, active, nodes)
+        else:
+            tokens = [own[b][node] for b, node in zip(active, nodes, strict=True)]
+        descended = []
+        for b, node, token in zip(active, nodes, tokens, strict=True):
+            if token == NO_TOKEN:
+                verdict.errors[b] = _no_token_error(batch.sequences[b])
+                continue
+            verdict.tokens[b].append(token)
+            if (child := children[b].get((node, token))) is not None:
+                verdict.paths[b].append(child)
+                descended.append(b)
+        active = descended
+    return verdict, known
+
+
+def _own_tokens_everywhere(
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+) -> tuple[Draft, list[list[int]] | None]:
+    """The draft, and the target's own token at every node: where waiting for a device at each level
+    would cost more than sampling tokens that are not needed. None where a sample depends on the
+    path, or must be computed by itself."""
+    greedy = all(sequence.is_greedy for sequence in batch.sequences)
+    has_processors = any(sequence.has_processors for sequence in batch.sequences)
+    if greedy and not has_processors and output.argmax is not None:
+        return draft.read(output.argmax)
+    on_host = output.logits.device.type == "cpu"
+    if has_processors or on_host or (batch.exact == "replay" and not greedy):
+        return _read(draft), None
+    if greedy:
+        largest, own = output.logits.max(-1)
+        finite = largest.isfinite()
+    else:
+        contexts = _contexts(batch, draft)
+        flat = output.logits.flatten(0, 1)
+        own, finite = (t.view(output.logits.shape[:2]) for t in sample_target(flat, contexts))
+    return draft.read(own.where(finite, NO_TOKEN))
+
+
+def _own_tokens(
+    output: ForwardOutput, batch: Batch, verdict: Verdict, active: list[int], nodes: list[int]
+) -> list[int]:
+    """The target's own token at one node of each active sequence, along its accepted path."""
+    contexts = [NodeContext(batch.sequences[b], tuple(verdict.tokens[b])) for b in active]
+    # In replay every distribution is computed by itself, whoever else is in the batch.
+    one_by_one = batch.exact == "replay"
+    own, finite = sample_target(output.logits[active, nodes], contexts, one_by_one=one_by_one)
+    return own.where(finite, NO_TOKEN).tolist()
+
+
+# ----------------------------------------------------------------- sampled chains: block rule
+
+
+def accept_block(
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+) -> tuple[Verdict, Draft]:
+    """Block verification of sampled chains. Reads back once."""
+    assert draft.probs is not None
+    size, width, device = len(batch.sequences), draft.width, output.logits.device
+    contexts = _contexts(batch, draft)
+    probs = probs_of(output.logits.flatten(0, 1), contexts)
+    p = probs.view(size, width, -1).to(torch.float64)
+    # A node without a finite distribution can be reached, but nothing beyond it can.
+    finite = p[..., 0].isfinite()
+    index = torch.arange(width, device=device)
+    last = small_tensor([count - 1 for count in draft.num_nodes], torch.int64, device)
+    ends = index.where(~finite, width).amin(-1).minimum(last)
+    q = draft.probs[:, :-1].to(p)
+    drafted = draft.token_tensor[:, 1:].to(device)
+    keep, weight = block_keep_probabilities(p.nan_to_num(0.0), q, drafted, ends)
+    keys = [step_rng_key(RngStream.ACCEPT, context) for context in contexts]
+    accepted = accepts(keep, uniforms(keys, 1, device).view(size, width))
+    kept = longest_kept(accepted)
+    each = torch.arange(size, device=device)
+    q_after = torch.cat([q, torch.zeros_like(q[:, :1])], 1)[each, kept]
+    own_probs = block_residual(p[each, kept], q_after, weight[each, kept], kept == ends)
+    target_keys = small_tensor([target_rng_key(c) for c in contexts], torch.int64, device)
+    own = sample_gumbel(own_probs, target_keys.view(size, width)[each, kept])
+    own = own.where(finite[each, kept], NO_TOKEN)
+    known, found = draft.read(torch.stack([kept, own], 1))
+    verdict = _empty_verdict(batch)
+    for b, (count, token) in enumerate(found):
+        verdict.paths[b].extend(range(1, count + 1))
+        verdict.tokens[b].extend(known.tokens[b][1 : count + 1])
+        _emit_own(verdict, b, token, batch)
+    return verdict, known
+
+
+def block_keep_probabilities(
+    p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Block verification of chains x_1..x_γ, γ = lengths[b].
+
+    p [B, G+1, V]: p[:, i] is the target's distribution after x_i. q [B, G, V]: q[:, i] is the one
+    that x_{i+1} was drawn from. Returns keep [B, G+1], the probability h_i that the test for the
+    prefix x_1..x_i passes, and weight [B, G+1], the P_i that the residual after it needs.
+    """
+    batch, width = tokens.shape
+    weight = [p.new_ones(batch)]
+    keep = [p.new_ones(batch)]  # the empty prefix always passes
+    for i in range(1, width + 1):
+        drafted = tokens[:, i - 1, None]
+        p_drafted = p[:, i - 1].gather(-1, drafted)[:, 0]
+        q_drafted = q[:, i - 1].gather(-1, drafted)[:, 0]
+        weight.append((weight[-1] * p_drafted / q_drafted).nan_to_num(0.0).clamp(max=1.0))
+        probability = weight[i]
+        if i < width:
+            excess = (weight[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1)
+            inside = (excess / (excess + 1 - weight[i])).clamp(max=1.0)
+            inside = torch.where((excess == 0) & (weight[i] == 1), 1.0, inside)
+            probability = torch.where(lengths == i, weight[i], inside)
+        keep.append(torch.where(lengths < i, 0.0, probability))
+    return torch.stack(keep, 1), torch.stack(weight, 1)
+
+
+def longest_kept(accepted: Tensor) -> Tensor:
+    """[B, G+1] tests -> [B]: the LAST prefix that passes. The empty one always does."""
+    index = torch.arange(accepted.shape[1], device=accepted.device)
+    return torch.where(accepted, index, 0).amax(-1)
+
+
+def block_residual(p: Tensor, q: Tensor, weight: Tensor, is_end: Tensor) -> Tensor:
+    """The distribution of the token after the kept prefix: p itself where all of the chain is."""
+    weighted = weight[:, None] * p
+    nothing_left = (weighted <= q).all(-1)  # by rounding only: see residual
+    return torch.where((is_end | nothing_left)[:, None], p, residual(weighted, q))
+
+
+# ---------------------------------------------------------------- sampled trees: token by token
+
+
+def accept_siblings(
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+) -> tuple[Verdict, Draft]:
+    """Sampled trees, node by node: every child against the residual of its elder siblings."""
+    assert draft.probs is not None
+    known, verdict = _read(draft), _empty_verdict(batch)
+    for b, sequence in enumerate(batch.sequences):
+        drafted, emitted = known.tokens[b], verdict.tokens[b]
+        children = tree.children(known.parents[b], known.num_nodes[b])
+        path, descending = verdict.paths[b], True
+        while descending:
+            node, context = path[-1], NodeContext(sequence, tuple(emitted))
+            p = probs_of(output.logits[b, node][None], [context])[0].to(torch.float64)
+            if not p[0].isfinite():
+                verdict.errors[b] = _no_token_error(sequence)
+                break
+            q = draft.probs[b, node].to(p)
+            key = step_rng_key(RngStream.ACCEPT, context)
+            numbers = uniforms([key], len(children[node]) + 1, p.device)[0]
+            descending = False
+            for number, child in zip(numbers, children[node], strict=False):
+                if accepts(accept_probability(p, q, drafted[child]), number):
+                    path.append(child)
+                    emitted.append(drafted[child])
+                    descending = True
+                    break
+                p, q = residual(p, q), without(q, drafted[child])
+            if not descending:
+                emitted.append(int(sample_gumbel(p[None], [target_rng_key(context)])[0]))
+    return verdict, known
 
 
 def accept_probability(p: Tensor, q: Tensor, token: int) -> Tensor:
-    """min(1, p/q) at one drafted token; 0 where the target never says it."""
+    """min(1, p/q) at one drafted token; 0 where p is 0."""
     return (p[..., token] / q[..., token]).nan_to_num(0.0).clamp(max=1.0)
+
+
+def accepts(probability: Tensor, uniform: Tensor) -> Tensor:
+    """Strictly below: a probability of 0 never passes, whatever the random number."""
+    return uniform < probability
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """What is left of p once a token drawn from q was rejected: norm((p - q)+)."""
     left = (p - q).clamp(min=0)
     total = left.sum(-1, keepdim=True)
-    # Only rounding brings total to 0 here: p equals q, and nothing is ever rejected.
+    # Only rounding brings the total to 0 here: p equals q, and nothing is ever rejected.
     return torch.where(total > 0, left / total, p)
 
 
@@ -63,252 +266,82 @@ def without(q: Tensor, token: int) -> Tensor:
     return torch.where(total > 0, left / total, left)
 
 
-def block_keep_probabilities(
-    p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Block verification of chains x_1..x_γ, γ = lengths[b].
-
-    p [B, G+1, V]: p[:, i] is the law after x_i. q [B, G, V]: q[:, i] is the law x_{i+1} was
-    drawn from. Returns keep [B, G+1] and weight [B, G+1]: `keep[:, i]` is the chance that a
-    coin keeps x_1..x_i, and `weight[:, i]` the P_i that the residual after it needs.
-    """
-    rows, width = tokens.shape
-    weight = [p.new_ones(rows)]
-    keep = [p.new_ones(rows)]  # the empty prefix is always there to fall back on
-    for i in range(1, width + 1):
-        said = tokens[:, i - 1, None]
-        p_said = p[:, i - 1].gather(-1, said)[:, 0]
-        q_said = q[:, i - 1].gather(-1, said)[:, 0]
-        weight.append((weight[-1] * p_said / q_said).nan_to_num(0.0).clamp(max=1.0))
-        chance = weight[i]
-        if i < width:
-            excess = (weight[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1)
-            inner = (excess / (excess + 1 - weight[i])).clamp(max=1.0)
-            inner = torch.where((excess == 0) & (weight[i] == 1), 1.0, inner)
-            chance = torch.where(lengths == i, weight[i], inner)
-        keep.append(torch.where(lengths < i, 0.0, chance))
-    return torch.stack(keep, 1), torch.stack(weight, 1)
+# ------------------------------------------------------------------ typical: not lossless
 
 
-def block_residual(p: Tensor, q: Tensor, weight: Tensor, is_end: Tensor) -> Tensor:
-    """The law of the token after the kept prefix: p itself where the whole chain was kept."""
-    weighted = weight[:, None] * p
-    nothing_left = (weighted <= q).all(-1)  # by rounding only: see residual
-    return torch.where((is_end | nothing_left)[:, None], p, residual(weighted, q))
+def accept_typical(
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+) -> tuple[Verdict, Draft]:
+    """The longest path of typical tokens, of equals the most likely, and the target's own token
+    after it. This changes the distribution towards what the drafter prefers."""
+    known = _read(draft)
+    size, width = len(batch.sequences), known.width
+    contexts = _contexts(batch, known)
+    probs = probs_of(output.logits.flatten(0, 1), contexts)
+    own = sample_gumbel(probs, [target_rng_key(context) for context in contexts])
+    own_tokens = own.where(probs[:, 0].isfinite(), NO_TOKEN).view(size, width).tolist()
+    probs = probs.view(size, width, -1)
+    each = torch.arange(size, device=probs.device)[:, None]
+    parents = known.parent_tensor.to(probs.device).clamp(min=0)
+    drafted = probs[each, parents, known.token_tensor.to(probs.device)]
+    typical = drafted.where(drafted > typical_threshold(probs)[each, parents], 0.0).tolist()
+    verdict = _empty_verdict(batch)
+    for b, count in enumerate(known.num_nodes):
+        paths, likelihoods = [[0]], [1.0]
+        for node in range(1, count):
+            parent = known.parents[b][node]
+            paths.append([*paths[parent], node])
+            likelihoods.append(likelihoods[parent] * typical[b][node])
+        kept = [node for node in range(count) if likelihoods[node] > 0]
+        path = paths[max(kept, key=lambda node: (len(paths[node]), likelihoods[node]))]
+        verdict.paths[b][:] = path
+        verdict.tokens[b].extend(known.tokens[b][node] for node in path[1:])
+        _emit_own(verdict, b, own_tokens[b][path[-1]], batch)
+    return verdict, known
 
 
-def longest_kept(won: Tensor) -> Tensor:
-    """[B, G+1] coins -> [B]: the LAST prefix whose coin wins. The empty one needs no luck."""
-    index = torch.arange(won.shape[1], device=won.device)
-    return torch.where(won, index, 0).amax(-1)
-
-
-def coin(chance: Tensor, uniform: Tensor) -> Tensor:
-    """Strictly below: a chance of 0 never wins, whatever the coin shows."""
-    return uniform < chance
-
-
-def typical_floor(p: Tensor) -> Tensor:
-    """What a token must be likelier than to be typical of laws [..., V]: the surer the law, the
-    more. A law that is sure of one token (greedy) leaves that one only."""
+def typical_threshold(p: Tensor) -> Tensor:
+    """What a token's probability must exceed to be typical of distributions [..., V]: the lower the
+    entropy, the more. One-hot distributions (greedy) leave their one token only."""
     entropy: Tensor = torch.special.entr(p).sum(-1)
     return (DELTA * (-entropy).exp()).clamp(max=EPSILON)
 
 
-# -------------------------------------------------------------------------- from law to verdict
+# ------------------------------------------------------------------------------- shared parts
 
 
-def verify(
-    draft: Draft,
-    scores: ForwardOutput,
-    batch: Batch,
-    rule: AcceptanceRule = "block",
-    *,
-    lossless: bool = True,
-) -> Verdict:
-    """Which path of each row's tree agrees, and the target's own next token."""
-    if draft.probs is None:
-        return match(draft, scores, batch) if lossless else accept_typical(draft, scores, batch)
-    if rule == "block" and draft.is_chain:
-        return accept_block(draft, scores, batch)
-    return accept_siblings(draft, scores, batch)
+def _read(draft: Draft | DeviceDraft) -> Draft:
+    if isinstance(draft, Draft):
+        return draft
+    return draft.read(draft.token_tensor[:, :0])[0]
 
 
-def match(draft: Draft, scores: ForwardOutput, batch: Batch) -> Verdict:
-    """Point-mass drafts, all rows together, one level of the trees at a time."""
-    everywhere = _drawn_everywhere(draft, scores, batch)
-    tokens, parents = draft.host_tokens, draft.host_parents
-    known = [
-        {(parents[b][n], tokens[b][n]): n for n in range(size - 1, 0, -1)}
-        for b, size in enumerate(draft.num_nodes)
+def _contexts(batch: Batch, draft: Draft | DeviceDraft) -> list[NodeContext]:
+    """Of every node, sequence by sequence. Processors look at the tokens of a path; without them
+    only its length matters, and a device need not be waited for."""
+    if isinstance(draft, DeviceDraft) and not any(s.has_processors for s in batch.sequences):
+        if draft.is_chain:
+            chain = [(0,) * depth for depth in range(draft.width)]
+            return [NodeContext(s, path) for s in batch.sequences for path in chain]
+        # Depths of a tree that a device is building are unknown until it is read.
+    known = _read(draft)
+    return [
+        NodeContext(sequence, path)
+        for b, sequence in enumerate(batch.sequences)
+        for path in tree.paths(known.tokens[b], known.parents[b])
     ]
-    verdict = _empty(batch)
-    active = list(range(len(batch.sequences)))
-    while active:
-        at = [verdict.paths[b][-1] for b in active]
-        if everywhere is None:
-            picked = _drawn(scores, batch, verdict, active, at)
-        else:
-            picked = [everywhere[b][node] for b, node in zip(active, at, strict=True)]
-        going = []
-        for b, node, token in zip(active, at, picked, strict=True):
-            if token == NO_TOKEN:
-                verdict.errors[b] = _no_token_error(batch.sequences[b])
-                continue
-            verdict.tokens[b].append(token)
-            if (child := known[b].get((node, token))) is not None:
-                verdict.paths[b].append(child)
-                going.append(b)
-        active = going
-    return verdict
 
 
-def _drawn(
-    scores: ForwardOutput, batch: Batch, verdict: Verdict, active: list[int], at: list[int]
-) -> list[int]:
-    """The target's own token at one node of each row, along that row's path."""
-    contexts = [NodeContext(batch.sequences[b], tuple(verdict.tokens[b])) for b in active]
-    apart = batch.exact == "replay"
-    chosen, finite = draw(scores.logits[active, at], contexts, apart=apart)
-    return chosen.where(finite, NO_TOKEN).tolist()
-
-
-def _drawn_everywhere(draft: Draft, scores: ForwardOutput, batch: Batch) -> list[list[int]] | None:
-    """The target's own token at every node, where waiting for a device level by level costs more
-    than drawing what is not needed. None where a draw depends on the path or must stand alone."""
-    if any(s.has_processors for s in batch.sequences):
-        return None
-    greedy = all(sequence.params.greedy for sequence in batch.sequences)
-    if scores.logits.device.type == "cpu" and not (greedy and scores.best is not None):
-        return None  # no device to wait for
-    if batch.exact == "replay" and not greedy:
-        return None
-    rows, width = draft.tokens.shape
-    if greedy and scores.best is not None:
-        return draft.read_with(scores.best)
-    if greedy:
-        best, chosen = scores.logits.max(-1)
-        finite = best.isfinite()
+def _emit_own(verdict: Verdict, b: int, token: int, batch: Batch) -> None:
+    """The target's own token ends what sequence b emits, or an error does."""
+    if token == NO_TOKEN:
+        verdict.errors[b] = _no_token_error(batch.sequences[b])
     else:
-        flat, contexts = scores.logits.reshape(rows * width, -1), _contexts(draft, batch)
-        chosen, finite = (found.view(rows, width) for found in draw(flat, contexts))
-    return draft.read_with(chosen.where(finite, NO_TOKEN))
+        verdict.tokens[b].append(token)
 
 
-def _contexts(draft: Draft, batch: Batch) -> list[NodeContext]:
-    """Of every node, row by row. Tokens stand in only where processors look at them."""
-    needed = any(s.has_processors for s in batch.sequences)
-    found = []
-    for b, (sequence, parents) in enumerate(zip(batch.sequences, draft.host_parents, strict=True)):
-        tokens = draft.host_tokens[b] if needed else [0] * len(parents)
-        paths: list[tuple[int, ...]] = [()]
-        for node in range(1, len(parents)):
-            is_real = node < draft.num_nodes[b]
-            paths.append((*paths[parents[node]], *([tokens[node]] if is_real else [])))
-        found += [NodeContext(sequence, path) for path in paths]
-    return found
-
-
-def accept_block(draft: Draft, scores: ForwardOutput, batch: Batch) -> Verdict:
-    """Sampled chains by block verification. Reads back once."""
-    assert draft.probs is not None
-    rows, width = draft.tokens.shape
-    contexts = _contexts(draft, batch)
-    logits = scores.logits.reshape(rows * width, -1)
-    p = probs_of(logits, contexts).view(rows, width, -1).to(torch.float64)
-    # A node whose own law is not finite can be reached, but nothing beyond it can.
-    finite = p[..., 0].isfinite()
-    index = torch.arange(width, device=p.device)
-    last = small_tensor([size - 1 for size in draft.num_nodes], torch.int64, p.device)
-    ends = index.where(~finite, width).amin(-1).minimum(last)
-    q = draft.probs[:, :-1].to(p)
-    drafted = draft.tokens[:, 1:].to(p.device)
-    keep, weight = block_keep_probabilities(p.nan_to_num(0.0), q, drafted, ends)
-    coins = [step_rng_key(RngStream.COIN, context) for context in contexts]
-    won = coin(keep, uniforms(coins, 1, p.device).view(rows, width))
-    kept = longest_kept(won)
-    each = torch.arange(rows, device=p.device)
-    q_after = torch.cat([q, torch.zeros_like(q[:, :1])], 1)[each, kept]
-    law = block_residual(p[each, kept], q_after, weight[each, kept], kept == ends)
-    keys = small_tensor([target_rng_key(context) for context in contexts], torch.int64, p.device)
-    own = sample_gumbel(law, keys.view(rows, width)[each, kept])
-    own = own.where(finite[each, kept], NO_TOKEN)
-    verdict = _empty(batch)
-    for b, (k, token) in enumerate(draft.read_with(torch.stack([kept, own], 1))):
-        verdict.paths[b].extend(range(1, k + 1))
-        verdict.tokens[b].extend(draft.host_tokens[b][1 : k + 1])
-        if token == NO_TOKEN:
-            verdict.errors[b] = _no_token_error(batch.sequences[b])
-        else:
-            verdict.tokens[b].append(token)
-    return verdict
-
-
-def accept_siblings(draft: Draft, scores: ForwardOutput, batch: Batch) -> Verdict:
-    """Sampled trees, node by node: every child against what its elder siblings left."""
-    assert draft.probs is not None
-    verdict = _empty(batch)
-    for b, sequence in enumerate(batch.sequences):
-        tokens, parents = draft.host_tokens[b], draft.host_parents[b]
-        below = tree.children(parents, draft.num_nodes[b])
-        path, said = verdict.paths[b], verdict.tokens[b]
-        descending = True
-        while descending:
-            node, context = path[-1], NodeContext(sequence, tuple(said))
-            p = probs_of(scores.logits[b, node][None], [context])[0].to(torch.float64)
-            if not p[0].isfinite():
-                verdict.errors[b] = _no_token_error(batch.sequences[b])
-                break
-            q = draft.probs[b, node].to(p)
-            key = step_rng_key(RngStream.COIN, context)
-            coins = uniforms([key], len(below[node]) + 1, p.device)[0]
-            descending = False
-            for flip, child in zip(coins, below[node], strict=False):
-                if coin(accept_probability(p, q, tokens[child]), flip):
-                    path.append(child)
-                    said.append(tokens[child])
-                    descending = True
-                    break
-                p, q = residual(p, q), without(q, tokens[child])
-            if not descending:
-                said.append(int(sample_gumbel(p[None], [target_rng_key(context)])[0]))
-    return verdict
-
-
-def accept_typical(draft: Draft, scores: ForwardOutput, batch: Batch) -> Verdict:
-    """The longest path of typical guesses, of equals the likeliest, and the target's own draw
-    after it. This bends the law: texts become what the drafter likes."""
-    rows, width = draft.tokens.shape
-    contexts = _contexts(draft, batch)
-    law = probs_of(scores.logits.reshape(rows * width, -1), contexts)
-    own = sample_gumbel(law, [target_rng_key(context) for context in contexts])
-    said = draft.read_with(own.where(law[:, 0].isfinite(), NO_TOKEN).view(rows, width))
-    law = law.view(rows, width, -1)
-    each = torch.arange(rows, device=law.device)[:, None]
-    above = draft.parents.to(law.device).clamp(min=0)
-    chance = law[each, above, draft.tokens.to(law.device)]
-    likely = chance.where(chance > typical_floor(law)[each, above], 0.0).tolist()
-    verdict = _empty(batch)
-    for b, size in enumerate(draft.num_nodes):
-        paths, chances = [[0]], [1.0]
-        for node in range(1, size):
-            parent = draft.host_parents[b][node]
-            paths.append([*paths[parent], node])
-            chances.append(chances[parent] * likely[b][node])
-        kept = [node for node in range(size) if chances[node] > 0]
-        path = paths[max(kept, key=lambda node: (len(paths[node]), chances[node]))]
-        verdict.paths[b][:] = path
-        verdict.tokens[b].extend(draft.host_tokens[b][node] for node in path[1:])
-        if (token := said[b][path[-1]]) == NO_TOKEN:
-            verdict.errors[b] = _no_token_error(batch.sequences[b])
-        else:
-            verdict.tokens[b].append(token)
-    return verdict
-
-
-def _empty(batch: Batch) -> Verdict:
-    errors: dict[int, DraftaheadError] = {}
-    return Verdict([[0] for _ in batch.sequences], [[] for _ in batch.sequences], errors)
+def _empty_verdict(batch: Batch) -> Verdict:
+    return Verdict([[0] for _ in batch.sequences], [[] for _ in batch.sequences])
 
 
 def _no_token_error(sequence: SequenceState) -> DraftaheadError:

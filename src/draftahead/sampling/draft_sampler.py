@@ -1,4 +1,4 @@
-"""Sampling of drafted tokens, recorded for the acceptance rules."""
+"""Sampling of drafted tokens, with a record of the distributions for the acceptance rules."""
 
 from __future__ import annotations
 
@@ -6,170 +6,169 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from draftahead.core.types import Draft, Exact, SequenceState
+from draftahead.core.device import small_tensor
+from draftahead.core.draft import DeviceDraft
+from draftahead.core.types import Exact, SequenceState
 from draftahead.sampling.noise import (
     NodeContext,
     RngStream,
     sample_gumbel,
-    small_tensor,
     step_rng_key,
     target_rng_key,
     uniforms_at,
 )
-from draftahead.sampling.processors import _column, probs_of, processed
-from draftahead.sampling.sample import draw
+from draftahead.sampling.processors import column, probs_of, processed
+from draftahead.sampling.sample import sample_target
 
-WEIGHED = 64  # tokens of a drafter's law that are looked at for the target's next
-
-
-def scatter_to_vocab(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """Logits [..., D] for `tokens` [D], over a whole vocabulary: the others are never said."""
-    whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
-    whole[..., tokens] = logits
-    return whole
-
-
-def _fitted(logits: Tensor, vocabulary: int) -> Tensor:
-    """To a vocabulary; what is not finite can only make the guess worse."""
-    extra = vocabulary - logits.shape[-1]
-    logits = logits.float() if logits.dtype != torch.float64 else logits
-    logits = logits[:, :vocabulary] if extra <= 0 else logits
-    floor = torch.finfo(logits.dtype).min / 4
-    logits = logits.nan_to_num(nan=floor, posinf=-floor, neginf=floor)
-    if extra > 0:
-        logits = torch.nn.functional.pad(logits, (0, extra), value=floor)
-    return logits
+# Of a drafter's distribution, how many tokens compete with the target's noise. More would find
+# unlikely tokens that the noise favours, at the cost of a longer sort.
+NOISE_COUPLED_TOKENS = 64
 
 
 class RecordedDraftSampler:
-    """Draws for a sampling drafter, one depth a call, and keeps the record.
+    """Samples for a drafter, one depth a call, and keeps the record. See DraftSampler.
 
-    What was drawn becomes the draft, whatever the drafter does afterwards: dropping or changing
-    a token once it is known would bend the output. Where a token can be checked by equality (all
-    rows greedy, or replay), the draft shares the target's noise and needs no law: then the two
-    agree as often as one race over both laws lets them.
+    What was drawn becomes the draft, whatever the drafter does afterwards: to drop or change a
+    token once it is known would bend the output. Where tokens are accepted by equality (all
+    sequences greedy, or replay), the draft uses the target's noise and no distribution is kept:
+    then the two agree as often as the same noise makes their distributions agree.
     """
 
     def __init__(
         self,
         sequences: Sequence[SequenceState],
         max_depths: Sequence[int],
-        vocabulary: int,
+        vocab_size: int,
         exact: Exact,
     ) -> None:
-        self.sequences, self.max_depths, self.vocabulary = sequences, max_depths, vocabulary
-        self._all_greedy = all(s.params.greedy for s in sequences)
-        self.keeps_probs = exact == "law" and not self._all_greedy
-        self.probs: list[Tensor] = []
-        # Without processors nothing here depends on which tokens were drawn, so the device can go
-        # on drawing while the host has not seen any.
-        self._needs_paths = any(s.has_processors for s in sequences)
-        self._drawn: list[Tensor] = []  # [B] a depth
-        self._counts = [0] * len(sequences)  # tokens of each chain
-        self._open = [room > 0 for room in max_depths]
-        self._draft: Draft | None = None
+        self.sequences, self.max_depths, self.vocab_size = sequences, max_depths, vocab_size
+        self._all_greedy = all(sequence.is_greedy for sequence in sequences)
+        self.keeps_probs = exact == "distribution" and not self._all_greedy
+        self.probs: list[Tensor] = []  # [B, V] per depth
+        # Without processors nothing here depends on which tokens were drawn, so a device can go on
+        # drawing before the host has seen any.
+        self._needs_paths = any(sequence.has_processors for sequence in sequences)
+        self._drawn: list[Tensor] = []  # [B] per depth
+        self._lengths = [0] * len(sequences)  # of each chain
+        self._active = [max_depth > 0 for max_depth in max_depths]
 
     @property
     def chains(self) -> list[list[int]]:
-        """What was drawn, by row. Waits for the device, unless the draft was read back already."""
-        if self._draft is not None:
-            rows = self._draft.host_tokens
-            return [row[1 : 1 + n] for row, n in zip(rows, self._counts, strict=True)]
+        """What was drawn for each sequence. Waits for the device."""
         if not self._drawn:
             return [[] for _ in self.sequences]
         drawn = torch.stack(self._drawn, 1).tolist()
-        return [row[:n] for row, n in zip(drawn, self._counts, strict=True)]
+        return [chain[:n] for chain, n in zip(drawn, self._lengths, strict=True)]
+
+    def draft(self) -> DeviceDraft | None:
+        """What was drawn so far; None if nothing was."""
+        longest = max(self._lengths)
+        if not longest:
+            return None
+        roots = [sequence.tokens[-1] for sequence in self.sequences]
+        root_tensor = small_tensor(roots, torch.int64, self._drawn[0].device)
+        tokens = torch.stack([root_tensor, *self._drawn[:longest]], 1)
+        probs = None
+        if self.keeps_probs:  # a leaf has no children
+            probs = torch.stack([*self.probs[:longest], torch.zeros_like(self.probs[0])], 1)
+        return DeviceDraft(roots, tokens, [1 + n for n in self._lengths], probs)
+
+    # --------------------------------------------------------------------------- drawing
 
     def draw(
-        self, logits: Tensor, rows: Tensor | None = None, best: Tensor | None = None
+        self, logits: Tensor, active: Tensor | None = None, argmax: Tensor | None = None
     ) -> Tensor:
         # Everything that can fail comes before the draw: what is drawn stands.
         if self.keeps_probs and any(sequence.target_noise_used for sequence in self.sequences):
-            raise ValueError("a drafter that asked for the outlook knows too much to draw")
+            raise ValueError("a drafter that has seen the target's noise must not draw")
         if logits.ndim != 2 or len(logits) != len(self.sequences):
-            raise ValueError(f"dice want logits [{len(self.sequences)}, V], not {logits.shape}")
-        wanted = rows.tolist() if rows is not None else [True] * len(self.sequences)
+            raise ValueError(f"draw takes logits [{len(self.sequences)}, V], not {logits.shape}")
+        wanted = active.tolist() if active is not None else [True] * len(self.sequences)
         depth = len(self._drawn)
-        tokens, finite = self._draw(logits, depth, best)
-        checks = zip(self._open, wanted, finite, self.max_depths, strict=True)
-        self._open = [o and bool(w) and f and depth < room for o, w, f, room in checks]
-        self._counts = [n + o for n, o in zip(self._counts, self._open, strict=True)]
+        tokens, finite = self._sample(logits, depth, argmax)
+        checks = zip(self._active, wanted, finite, self.max_depths, strict=True)
+        self._active = [a and bool(w) and f and depth < most for a, w, f, most in checks]
+        self._lengths = [n + a for n, a in zip(self._lengths, self._active, strict=True)]
         self._drawn.append(tokens)
-        self._draft = None
         return tokens
 
-    def _draw(self, logits: Tensor, depth: int, best: Tensor | None) -> tuple[Tensor, list[bool]]:
-        """Tokens [B], and which rows had a law to draw from: without processors, all."""
+    def _sample(
+        self, logits: Tensor, depth: int, argmax: Tensor | None
+    ) -> tuple[Tensor, list[bool]]:
+        """Tokens [B], and which sequences had a distribution: without processors, all."""
+        everyone = [True] * len(self.sequences)
         if self._all_greedy and not self._needs_paths:
-            if best is not None and logits.shape[-1] <= self.vocabulary:
-                return best.clamp(min=0), [True] * len(self.sequences)
-            return logits[:, : self.vocabulary].argmax(-1), [True] * len(self.sequences)
+            if argmax is not None and logits.shape[-1] <= self.vocab_size:
+                return argmax.clamp(min=0), everyone
+            return logits[:, : self.vocab_size].argmax(-1), everyone
         paths = self.chains if self._needs_paths else [[0] * depth] * len(self.sequences)
         contexts = [
-            NodeContext(s, tuple(path)) for s, path in zip(self.sequences, paths, strict=True)
+            NodeContext(sequence, tuple(path))
+            for sequence, path in zip(self.sequences, paths, strict=True)
         ]
-        logits = _fitted(logits, self.vocabulary)
+        logits = _fitted(logits, self.vocab_size)
         if not self.keeps_probs:
-            tokens, finite = draw(logits, contexts)
+            tokens, finite = sample_target(logits, contexts)
         else:
-            law = probs_of(logits, contexts)
-            finite = law[:, 0].isfinite()
-            law = law.where(finite[:, None], 1.0)  # a row without a law ends here; any would do
-            tokens = sample_gumbel(
-                law, [step_rng_key(RngStream.DRAFT, context) for context in contexts]
-            )
-            self.probs.append(law)
-        return tokens, finite.tolist() if self._needs_paths else [True] * len(contexts)
+            probs = probs_of(logits, contexts)
+            finite = probs[:, 0].isfinite()
+            probs = probs.where(finite[:, None], 1.0)  # the chain ends here: any would do
+            keys = [step_rng_key(RngStream.DRAFT, context) for context in contexts]
+            tokens = sample_gumbel(probs, keys)
+            self.probs.append(probs)
+        return tokens, finite.tolist() if self._needs_paths else everyone
+
+    # ----------------------------------------------------------- drafting with the target's noise
 
     def noise_coupled_topk(
         self,
         logits: Tensor,
-        rows: Sequence[int],
+        sequences: Sequence[int],
         paths: Sequence[tuple[int, ...]],
-        count: int,
+        k: int,
         tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See Dice. A token's weight is its probability over its arrival time in the target's own
-        race, so the heaviest is what the target would draw from this very law."""
+        """See DraftSampler. A token's weight is its probability over the target's own exponential
+        noise for it: the heaviest is what the target would sample from this distribution."""
         contexts = [
-            NodeContext(self.sequences[b], path) for b, path in zip(rows, paths, strict=True)
+            NodeContext(self.sequences[b], path) for b, path in zip(sequences, paths, strict=True)
         ]
         for context in contexts:
             context.sequence.target_noise_used = True
-        if tokens is not None and self._needs_paths:  # processors go by the target's ids
-            logits, tokens = scatter_to_vocab(logits, tokens, self.vocabulary), None
-        size = self.vocabulary if tokens is None else len(tokens)
+        if tokens is not None and self._needs_paths:  # processors take the target's ids
+            logits, tokens = scatter_to_vocab(logits, tokens, self.vocab_size), None
+        size = self.vocab_size if tokens is None else len(tokens)
         logits = processed(_fitted(logits, size), contexts)
-        settings = [context.sequence.params for context in contexts]
-        warm = _column([s.temperature or 1.0 for s in settings], logits)
-        seen = count if self._all_greedy else WEIGHED
-        likely, ids = (logits / warm).softmax(-1).topk(min(seen, logits.shape[-1]))
+        params = [context.sequence.params for context in contexts]
+        temperature = column([p.temperature or 1.0 for p in params], logits)
+        looked_at = k if self._all_greedy else NOISE_COUPLED_TOKENS
+        probs, ids = (logits / temperature).softmax(-1).topk(min(looked_at, logits.shape[-1]))
         ids = ids if tokens is None else tokens[ids]
-        if self._all_greedy:  # noise decides nothing
-            return likely, ids
-        keys = [target_rng_key(context) for context in contexts]
-        arrival = -uniforms_at(keys, ids).log()
-        sampled = small_tensor([[not s.greedy] for s in settings], torch.bool, logits.device)
-        weight = likely / arrival.where(sampled, 1.0)
-        weight = (weight / weight.sum(-1, keepdim=True)).where(sampled, likely.to(weight))
-        best, at = weight.topk(min(count, weight.shape[-1]))
-        return best, ids.gather(-1, at)
+        if self._all_greedy:  # no noise is involved
+            return probs, ids
+        noise = -uniforms_at([target_rng_key(context) for context in contexts], ids).log()
+        sampled = small_tensor([[not p.is_greedy] for p in params], torch.bool, logits.device)
+        weights = probs / noise.where(sampled, 1.0)
+        weights = (weights / weights.sum(-1, keepdim=True)).where(sampled, probs.to(weights))
+        best, index = weights.topk(min(k, weights.shape[-1]))
+        return best, ids.gather(-1, index)
 
-    def draft(self) -> Draft | None:
-        """What has been drawn so far, or None if nothing was."""
-        width = max(self._counts)
-        if not width:
-            return None
-        if self._draft is None:
-            roots = [s.tokens[-1] for s in self.sequences]
-            device = self._drawn[0].device
-            tokens = torch.stack(
-                [small_tensor(roots, torch.int64, device), *self._drawn[:width]], 1
-            )
-            probs = None
-            if self.keeps_probs:  # a leaf has no children
-                probs = torch.stack([*self.probs[:width], torch.zeros_like(self.probs[0])], 1)
-            parents = torch.arange(-1, width).expand(len(roots), width + 1)
-            self._draft = Draft(tokens, parents, [1 + n for n in self._counts], probs)
-        return self._draft
+
+def scatter_to_vocab(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
+    """Logits [..., D] of a draft vocabulary `tokens` [D] over the whole one: -inf elsewhere."""
+    whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    whole[..., tokens] = logits
+    return whole
+
+
+def _fitted(logits: Tensor, vocab_size: int) -> Tensor:
+    """Cut or padded to a vocabulary. What is not finite becomes unlikely: it can only make the
+    draft worse."""
+    logits = logits.float() if logits.dtype != torch.float64 else logits
+    logits = logits[:, :vocab_size]
+    lowest = torch.finfo(logits.dtype).min / 4
+    logits = logits.nan_to_num(nan=lowest, posinf=-lowest, neginf=lowest)
+    missing = vocab_size - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=lowest) if missing else logits

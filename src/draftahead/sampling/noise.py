@@ -1,61 +1,52 @@
-"""Keyed noise: a hash of (sequence, purpose, position, token id), and draws by it.
+"""Counter-based random numbers: a hash of (sequence, purpose, position, token id).
 
-The noise is counter-based: the same on every device and whatever else is in the batch. A token is
-drawn by the Gumbel-max trick in its exponential form, argmin E/p, which is argmax(log p + g) with
-one logarithm less.
+They are the same on every device and whatever else is in the batch. A token is sampled by the
+Gumbel-max trick in its exponential form: argmin E/p with E exponential noise, which is
+argmax(log p + g) with one logarithm less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftahead.core.device import small_tensor
 from draftahead.core.types import SequenceState
 
-# splitmix64 (Steele, Lea, Flood 2014), written as the signed integers that torch has.
+# splitmix64 (Steele, Lea, Flood 2014), in the signed integers that torch has.
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
 _MASK = (1 << 64) - 1
 
 
 class RngStream(IntEnum):
-    """What a piece of noise is for. Streams are independent of each other."""
+    """What a random number is for. Streams are independent of each other."""
 
     TARGET = 0  # the target's own token at a position: used once, when it is emitted
-    DRAFT = 1
-    COIN = 2
+    DRAFT = 1  # a drafted token
+    ACCEPT = 2  # the test that accepts or rejects it
 
 
 class NodeContext(NamedTuple):
-    """Where a law is asked for: after the sequence so far and a drafted path below its root."""
+    """A node whose next token is asked for: a sequence, and a drafted path below its root."""
 
     sequence: SequenceState
     path: tuple[int, ...] = ()
 
     @property
     def position(self) -> int:
-        """Index of the token that comes next."""
+        """Index of the next token in the sequence."""
         return len(self.sequence.tokens) + len(self.path)
 
 
-def _signed(x: int) -> int:
-    x &= _MASK
-    return x - (1 << 64) if x >> 63 else x
-
-
-def _mix(x: Tensor) -> Tensor:
-    for shift, factor in ((30, _MIX_A), (27, _MIX_B)):
-        x = (x ^ ((x >> shift) & (_MASK >> shift))) * _signed(factor)
-    return x ^ ((x >> 31) & (_MASK >> 31))
+# -------------------------------------------------------------------------------------- keys
 
 
 def rng_key(*parts: int) -> int:
-    """One 64-bit key from several integers; the order matters."""
+    """One 64-bit key from several integers; their order matters."""
     key = 0
     for part in parts:
         x = (key + part * _GOLDEN + _GOLDEN) & _MASK
@@ -66,20 +57,19 @@ def rng_key(*parts: int) -> int:
 
 
 def target_rng_key(context: NodeContext) -> int:
+    """Key of the target's own token after a node: a function of the position alone, so that plain
+    and drafted decoding emit the same tokens."""
     return rng_key(context.sequence.rng_key, RngStream.TARGET, context.position)
 
 
 def step_rng_key(stream: RngStream, context: NodeContext) -> int:
-    """For drafting and coins: a position may be drafted again in a later step, and what an
-    earlier step learnt of its noise must not tell. So the root is part of the key."""
+    """Key for drafting and for acceptance tests. It includes the step (by its root): a position
+    that is drafted again needs independent randomness."""
     root = len(context.sequence.tokens)
     return rng_key(context.sequence.rng_key, stream, root, len(context.path))
 
 
-def small_tensor(values: Any, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A small tensor on a device, without waiting for it."""
-    found = torch.tensor(values, dtype=dtype)
-    return found if str(device) == "cpu" else found.pin_memory().to(device, non_blocking=True)
+# ----------------------------------------------------------------------------------- numbers
 
 
 def uniforms(
@@ -90,14 +80,25 @@ def uniforms(
 
 
 def uniforms_at(keys: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
-    """The same, of some ids only: [A] keys, ids [K] or [A, K] -> [A, K]."""
+    """Columns `ids` of the same: [A] keys, ids [K] or [A, K] -> [A, K]."""
     keys = keys if isinstance(keys, Tensor) else small_tensor(keys, torch.int64, ids.device)
     # 52 bits: with one more, the half that is added could round up to 1 itself.
     bits = (_mix(keys[:, None] + ids * _signed(_GOLDEN)) >> 12) & (_MASK >> 12)
     return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
-def sample_gumbel(law: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
-    """Draws one token from each law: [A, V] -> [A]. An id of probability 0 never wins."""
-    arrival = -uniforms(keys, law.shape[-1], law.device).log() / law.to(torch.float64)
-    return arrival.argmin(-1)
+def sample_gumbel(probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
+    """One token from each distribution: [A, V] -> [A]. An id of probability 0 is never taken."""
+    noise = -uniforms(keys, probs.shape[-1], probs.device).log()
+    return (noise / probs.to(torch.float64)).argmin(-1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    for shift, factor in ((30, _MIX_A), (27, _MIX_B)):
+        x = (x ^ ((x >> shift) & (_MASK >> shift))) * _signed(factor)
+    return x ^ ((x >> 31) & (_MASK >> 31))
+
+
+def _signed(x: int) -> int:
+    x &= _MASK
+    return x - (1 << 64) if x >> 63 else x

@@ -157,7 +157,7 @@ def generate_data(
     """Continues all prompts of at most `max_length` tokens, into files in `folder`; existing files
     are kept. Shard (2, 3) writes every third file from the second on. `progress` receives files
     done, files in all, and new tokens."""
-    context, max_tokens = llm.engine.target.max_context, params.max_tokens or 0
+    context, max_tokens = llm.engine.verifier.max_context, params.max_tokens or 0
     if max_tokens >= context:
         raise ConfigError(
             f"generating {max_tokens} tokens leaves no room for prompts in a context of {context}: "

@@ -52,6 +52,9 @@ def measure_steps(
     model: Any, drafter: Mapping[str, Any], data: Dataset, depth: int
 ) -> SpeedupEstimate:
     """Measures steps with 0, 1 and `depth` drafted tokens, on the first prompts of the data."""
+    if drafter["method"] == "draft_model" and isinstance(drafter["model"], str):
+        draft, _ = hub.load(drafter["model"], dtype=model.dtype, device=model.device)
+        drafter = {**drafter, "model": draft}
     limit = context_limit(model) - TOKENS
     prompts = [
         data.text(i)[:length].tolist()
@@ -66,7 +69,6 @@ def measure_steps(
             config,
             max_batch=1,
             max_context=max(map(len, prompts)) + TOKENS,
-            _load=lambda name: hub.load(name, dtype=model.dtype, device=model.device),
         )
         for count, config in drafters.items()
     }

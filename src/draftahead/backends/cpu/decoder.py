@@ -170,7 +170,7 @@ class CpuDecoder:
             whole._below = below.and_then(tokens.tolist(), parents, x)
         if states is not None:
             slots = torch.tensor(lengths)[:, None] + torch.arange(count)
-            self._cache.store(states, place.first, slots)
+            self._cache.store_hidden(states, place.first, slots)
         return ForwardOutput(logits, top[..., 0], top) if scored else ForwardOutput(logits)
 
     def _from_above(
@@ -341,7 +341,7 @@ def bound(shape: LlamaSpec, cache: KVCache) -> tuple[Kernels, Any, Model]:
         key_heads=shape.key_heads,
         width=shape.width,
         inner=shape.inner,
-        length=cache.length,
+        length=cache.num_entries,
         activation=shape.activation,
         final_norm=vector(shape.norm),
         head=describe(shape.head),

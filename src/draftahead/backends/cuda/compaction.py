@@ -33,13 +33,13 @@ class GraphedCompaction:
             return False
         count = max(FEWEST, power_of_two(len(moves)))
         # What fills it up moves a slot that no move is about to where it is.
-        last = self._cache.length - 1
+        last = self._cache.num_entries - 1
         filled = [*moves, *[(0, last, last)] * (count - len(moves))]
 
         def write(inputs: CompactionInputs) -> None:
             inputs.words[:] = [number for part in zip(*filled, strict=True) for number in part]
 
-        device, stored = self._cache.keys[0].device, self._cache.stored()
+        device, stored = self._cache.keys[0].device, self._cache.tensors()
         key = (count, *(tensor.data_ptr() for tensor in stored))
 
         def body(inputs: CompactionInputs) -> tuple[Tensor | None, ...]:

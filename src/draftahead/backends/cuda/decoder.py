@@ -32,7 +32,7 @@ class CudaDecoder:
         require(rope.get("rope_type", "default") in ROPE_TYPES, "angles that depend on the text")
         require(type(shape.embed) is nn.Embedding, "embeddings")
         require(is_plain(shape.embed.weight, dtype, device.type), "embeddings")
-        positions = torch.arange(cache.length, device=device)[None]
+        positions = torch.arange(cache.num_entries, device=device)[None]
         cos, sin = shape.rotary(shape.embed.weight[None, :1], positions)
         self.layers = CudaLayers(shape, cache, (cos[0], sin[0]))
         self.shape, self.cache, self.device = shape, cache, device
@@ -95,7 +95,7 @@ class CudaDecoder:
         if self._watched:
             slots = inputs.lengths[:, None] + torch.arange(nodes, device=self.device)
             states = self.states[:count].view(texts, nodes, len(self._watched), -1)
-            self.cache.store(states, reach.first, slots)
+            self.cache.store_hidden(states, reach.first, slots)
         logits = layers.logits[:count].view(texts, nodes, -1)
         return logits, self.best[:count].view(texts, nodes)
 

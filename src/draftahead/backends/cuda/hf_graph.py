@@ -59,7 +59,7 @@ class GraphedForward:
         live = SHORTEST
         while live < place.live:
             live *= 2
-        place = place._replace(live=min(live, self._cache.length))
+        place = place._replace(live=min(live, self._cache.num_entries))
         body = partial(self._pass, place=place)
         found = self.graphs.over(place, body, tokens, lengths, parents, place.real)
         if found is None:
@@ -103,7 +103,7 @@ class GraphedPrefill:
     def run(self, row: int, tokens: Sequence[int], held: int, last_position: int) -> bool:
         """Tokens behind the first `held` of a row; False where the pass is for others."""
         nodes = max(FEWEST, power_of_two(len(tokens)))
-        live = min(max(SHORTEST, power_of_two(held + nodes)), self._cache.length)
+        live = min(max(SHORTEST, power_of_two(held + nodes)), self._cache.num_entries)
         is_new = (nodes, live) not in self._seen
         self._seen.add((nodes, live))
         if is_new or held + nodes > live or not self.graphs.works:

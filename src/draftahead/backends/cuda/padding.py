@@ -33,11 +33,11 @@ class Padding(NamedTuple):
         if cache.keys[0].device.type != "cuda":
             return Padding()
         texts, more = len(held), 0 if fixed or nodes > MOST_NODES else power_of_two(nodes) - nodes
-        if max(held) + nodes + more > cache.length:
+        if max(held) + nodes + more > cache.num_entries:
             more = 0
         extra = -texts % ALONE if texts > ALONE else 0
         idle = cache.tokens_in[first + texts : first + texts + extra]
-        fits = all(len(row) + nodes + more <= cache.length for row in idle)
+        fits = all(len(row) + nodes + more <= cache.num_entries for row in idle)
         return Padding(extra if len(idle) == extra and fits else 0, more)
 
     def size(self, texts: int, nodes: int) -> tuple[int, int]:

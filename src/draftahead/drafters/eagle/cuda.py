@@ -160,7 +160,7 @@ class CudaEagleHead:
         texts, width = len(pairs), _width(max(map(len, pairs)))
         counts = [len(row) for row in pairs]
         live = max(map(sum, zip(held, counts, strict=True))) + max(plan.nodes, width)
-        reach = KVSplits.over(0, min(live, self._cache.length))
+        reach = KVSplits.over(0, min(live, self._cache.num_entries))
 
         def write(growth: Growth) -> None:
             said = [token for row in pairs for token in [*row, *[0] * (width - len(row))]]

@@ -23,20 +23,16 @@ from torch import Tensor
 from draftahead.backends.cpu import build
 from draftahead.backends.cuda.layers import MOST_ROWS
 from draftahead.control.rates import Usual
-from draftahead.core.types import Batch, Draft, ForwardOutput, Verdict
+from draftahead.core import tree as trees
+from draftahead.core.draft import DeviceDraft, Draft
+from draftahead.core.types import Batch, ForwardOutput, Verdict
 from draftahead.drafters.base import Drafter, DrafterContext, positive
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.cuda import Plan
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.registry import register
-from draftahead.drafters.tree_builder import (
-    CHILDREN,
-    DEEPEST,
-    TreeBuilder,
-    draw_chain,
-    likeliest_part,
-)
+from draftahead.drafters.tree_builder import CHILDREN, MAX_DEPTH, TreeBuilder, sampled_chain
 from draftahead.errors import ConfigError
 from draftahead.sampling.draft_sampler import scatter_to_vocab
 
@@ -50,7 +46,7 @@ LOOK_AGAIN = 16  # trees after which the largest is tried again
 class Eagle(Drafter):
     def __init__(
         self,
-        setting: DrafterContext,
+        context: DrafterContext,
         *,
         model: Any = None,
         num_speculative_tokens: int | None = None,
@@ -58,19 +54,19 @@ class Eagle(Drafter):
     ) -> None:
         if tree is not None and num_speculative_tokens is not None:
             raise ConfigError("give eagle 'tree' or 'num_speculative_tokens', not both")
-        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=DEEPEST)
+        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH)
         # Guesses of a tree that is scored as it is.
         self.tree = None if tree is None else positive("tree", tree)
         self.adaptive = num_speculative_tokens is None and tree is None
         self.grower = TreeBuilder(self.count) if tree is None else TreeBuilder(self.count, A_LEVEL)
-        self.target = setting.target_runner("eagle")
-        self.head = _head(model if model is not None else setting.head, self.target.model)
-        self.target.watch(self.head.config.depths)
-        nodes = max(self.grower.most_nodes, 1 + self.count)
-        self.runner = EagleRunner(self.head, self.target, setting.max_batch, nodes)
-        whole = len(self.head.tokens) == self.target.vocabulary
+        self.target = context.target_runner("eagle")
+        self.head = _head(model if model is not None else context.head, self.target.model)
+        self.target.capture_hidden(self.head.config.depths)
+        nodes = max(self.grower.max_expanded, 1 + self.count)
+        self.runner = EagleRunner(self.head, self.target, context.max_batch, nodes)
+        whole = len(self.head.tokens) == self.target.vocab_size
         self._spoken = None if whole else self.head.tokens
-        self._grown: Draft | None = None  # of the step under way, on a GPU
+        self._grown: DeviceDraft | None = None  # of the step under way, on a GPU
         # Of the trees there: likelihoods of the largest, by how large that is; seconds; and by
         # texts the best size.
         self._usual: defaultdict[int, Usual] = defaultdict(Usual)
@@ -79,12 +75,12 @@ class Eagle(Drafter):
         self._since = 0  # trees since one of the largest
 
     @property
-    def ahead(self) -> bool:
+    def drafts_on_device(self) -> bool:
         """Whether a device grows its trees without being waited for."""
         return self.runner.drafts_on_device
 
     @torch.inference_mode()
-    def propose(self, batch: Batch) -> Draft | None:
+    def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
         able = [len(sequence.tokens) > 1 for sequence in batch.sequences]  # a root and one before
         max_depths = [room if can else 0 for room, can in zip(batch.max_depths, able, strict=True)]
         if not any(max_depths):
@@ -98,22 +94,22 @@ class Eagle(Drafter):
         self.runner.catch_up(batch.sequences, able)
         logits = self.runner.logits[:, 0]
         if self.adaptive:
-            return self.grower.grow(batch, logits, self._expand, max_depths, self._spoken)
+            return self.grower.build(batch, logits, self._expand, max_depths, self._spoken)
         if self.tree is not None:
             free = dataclasses.replace(batch, step_cost=None)
-            draft = self.grower.grow(free, logits, self._expand, max_depths, self._spoken)
-            return None if draft is None else likeliest_part(draft, batch.roots, self.tree)
+            draft = self.grower.build(free, logits, self._expand, max_depths, self._spoken)
+            return None if draft is None else _most_confident(draft, self.tree)
         going = None if all(max_depths) else torch.tensor([room > 0 for room in max_depths])
         logits = self._spread(logits)
-        draw_chain(batch, min(self.count, max(max_depths)), logits, None, self._feed, going)
+        sampled_chain(batch, min(self.count, max(max_depths)), logits, None, self._feed, going)
         return None  # the dice hold the draft
 
-    def send_ahead(self, batch: Batch) -> Draft | None:
+    def launch(self, batch: Batch) -> DeviceDraft | None:
         """Trees that a device grows without being waited for, if it can."""
         able = [len(sequence.tokens) > 1 for sequence in batch.sequences]
         return self._ahead(batch, able) if any(able) else None
 
-    def _ahead(self, batch: Batch, able: list[bool]) -> Draft | None:
+    def _ahead(self, batch: Batch, able: list[bool]) -> DeviceDraft | None:
         """On a GPU, where waiting for every level would cost more than the level."""
         plan = self._plan(batch)
         if plan is None or not self.runner.can_draft_on_device(batch, plan):
@@ -122,7 +118,7 @@ class Eagle(Drafter):
         return self._grown
 
     def _plan(self, batch: Batch) -> Plan | None:
-        greedy = all(sequence.params.greedy for sequence in batch.sequences)
+        greedy = all(sequence.is_greedy for sequence in batch.sequences)
         if self.adaptive or self.tree is not None:
             size = self._size(batch) if self.tree is None else 1 + self.tree
             a_level = max(1, min(CHILDREN, ABREAST // len(batch.sequences)))
@@ -149,20 +145,20 @@ class Eagle(Drafter):
         self._sizes[texts] = max(sizes, key=rate)
         return self._sizes[texts]
 
-    def learn(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
+    def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
         if self._grown is not None:
-            self.note_grown(self._grown)
+            self.observe(self._grown, draft)
         self._grown = None
 
-    def note_grown(self, grown: Draft) -> None:
+    def observe(self, launched: DeviceDraft, draft: Draft) -> None:
         """Of trees that were grown ahead, and that the host has seen since."""
-        if grown.confidence is None or grown.on_device is None:
+        if draft.confidence is None or launched.timer is None:
             return
-        self._seconds = grown.on_device.clock.laps()[0]
+        self._seconds = launched.timer.laps()[0]
         self._since += 1
-        texts, size = grown.tokens.shape
+        texts, size = len(draft.tokens), draft.width
         if size == _largest(texts):  # smaller ones do not tell what they left out
-            for row in grown.confidence:
+            for row in draft.confidence:
                 self._usual[size].note(sorted(row, reverse=True))
             self._since = 0
             self._sizes.clear()
@@ -179,7 +175,14 @@ class Eagle(Drafter):
         """Over the target's vocabulary."""
         if self._spoken is None:
             return logits
-        return scatter_to_vocab(logits, self._spoken, self.target.vocabulary)
+        return scatter_to_vocab(logits, self._spoken, self.target.vocab_size)
+
+
+def _most_confident(draft: Draft, count: int) -> Draft:
+    """The most confident nodes of each tree, without their confidence: verified as they are."""
+    assert draft.confidence is not None
+    part = draft.part([trees.most_confident(row, count) for row in draft.confidence])
+    return dataclasses.replace(part, confidence=None)
 
 
 def _largest(texts: int) -> int:

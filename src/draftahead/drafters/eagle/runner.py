@@ -18,17 +18,18 @@ from draftahead.backends.cpu.linear import round_linears
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.timing import TimerCache
 from draftahead.core import tree
-from draftahead.core.draft import DeviceDraft
-from draftahead.core.types import Batch, Draft, SequenceState
+from draftahead.core.device import small_tensor
+from draftahead.core.draft import DeviceDraft, Draft
+from draftahead.core.types import Batch, SequenceState
 from draftahead.drafters.eagle.cpu import InputProjection, Pairs, cpu_entrance, cpu_kernels
 from draftahead.drafters.eagle.cuda import CudaEagleHead, Plan, gpu_kernels
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.spec import shape_of
-from draftahead.drafters.tree_builder import CHILDREN, LEAST, TreeBuilder
+from draftahead.drafters.tree_builder import CHILDREN, MIN_CONFIDENCE, TreeBuilder
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache, LayerKVShape, SlotOwners, slots_from
 from draftahead.models.runner import PREFILL_CHUNK, ModelRunner
-from draftahead.sampling.noise import NodeContext, small_tensor, target_rng_key
+from draftahead.sampling.noise import NodeContext, target_rng_key
 
 AT_ONCE = 16  # pairs that a text may lack and still go with the others'
 CPU_CHUNK = 64  # pairs of a pass by our kernels
@@ -56,11 +57,11 @@ class EagleRunner:
         turns = head.rotary(head.norm.weight[None], places)
         self._turns = [turn[0].contiguous() for turn in turns]  # [length, width]
         embed: Any = self._embed
-        whole = len(head.tokens) == target.vocabulary
+        whole = len(head.tokens) == target.vocab_size
         self._gpu: CudaEagleHead | None = None
         self._times = TimerCache(self.device)
         self._fill: GraphedPrefill | None = None
-        self._states = target.cache.states  # that it was recorded with
+        self._states = target.cache.hidden  # that it was recorded with
         self._last = length - 1  # position that padding may point to
         if self.device.type == "cuda":
             self._gpu = gpu_kernels(head, shape, self.cache, embed, self._turns, whole)
@@ -105,7 +106,7 @@ class EagleRunner:
             tokens = sequence.tokens if able[row] else [0, 0]
             # A text only grows: what is its own needs no second look.
             same = is_own and able[row]
-            matched = len(held[row]) if same else self.cache.matched(row, tokens[1:])
+            matched = len(held[row]) if same else self.cache.matching_prefix(row, tokens[1:])
             known = min(matched, len(tokens) - 2)
             del held[row][known:]
             if len(tokens) - 1 - known > at_once:
@@ -117,10 +118,10 @@ class EagleRunner:
         """A new text, or many steps without this drafter: the keys of all pairs but the last."""
         held, end = self.cache.tokens_in[row], len(tokens) - 2
         chunk = PREFILL_CHUNK if self._kernels is None else CPU_CHUNK
-        self.target.cache.settle()
-        if self._fill is not None and self._states is not self.target.cache.states:
+        self.target.cache.flush()
+        if self._fill is not None and self._states is not self.target.cache.hidden:
             self._fill.graphs.forget()  # others lie elsewhere
-            self._states = self.target.cache.states
+            self._states = self.target.cache.hidden
         while len(held) < end:
             part = tokens[1 + len(held) : 1 + min(end, len(held) + chunk)]
             if self._fill is None or not self._fill.run(row, part, len(held), self._last):
@@ -131,10 +132,10 @@ class EagleRunner:
         self, tokens: Tensor, positions: Tensor, mask: Tensor, window: CacheView, _: bool
     ) -> Tensor:
         """The keys of pairs that a device knows the place of."""
-        rows = slots_from(window.first, window.slots)
+        rows = slots_from(window.first_slot, window.entries)
         # Padding may reach beyond what the target has; nobody reads what comes of it.
-        slots = window.slots.clamp(max=self.target.cache.length - 1)
-        states = self.target.states(self.head.config.depths, rows, slots)
+        slots = window.entries.clamp(max=self.target.cache.num_entries - 1)
+        states = self.target.hidden_states(self.head.config.depths, rows, slots)
         features = self.head.feature(states.to(self.cache.keys[0].dtype))
         embedded = self._embed(tokens).to(features.dtype)
         return self._forward(embedded, features, positions, mask, window, wanted=1)
@@ -147,7 +148,7 @@ class EagleRunner:
         lengths = small_tensor(held, torch.int64, self.device)
         slots = lengths[:, None] + torch.arange(width, device=self.device)
         rows = torch.arange(first, first + texts, device=self.device)
-        states = self.target.states(self.head.config.depths, rows, slots)
+        states = self.target.hidden_states(self.head.config.depths, rows, slots)
         features = self.head.feature(states.to(self.cache.keys[0].dtype))
         chains = [list(range(-1, width - 1))] * texts
         return self._run(first, tokens, features, held, chains, range(width), keys_only)
@@ -194,11 +195,11 @@ class EagleRunner:
     def drafts_on_device(self) -> bool:
         return self._gpu is not None and self._gpu.graphs.works
 
-    def ahead(self, batch: Batch, able: list[bool], plan: Plan) -> Draft | None:
+    def ahead(self, batch: Batch, able: list[bool], plan: Plan) -> DeviceDraft | None:
         """Trees that a GPU grows without being waited for: after the pairs that are lacking, in one
         go. None where it cannot; then nothing has been fed."""
         gpu, texts = self._gpu, len(batch.sequences)
-        states = self.target.cache.states
+        states = self.target.cache.hidden
         assert gpu is not None and states is not None
         most = min(AT_ONCE, gpu.most_pairs(texts))
         held, pending = self.cache.tokens_in, self._lacking(batch.sequences, able, most)
@@ -215,7 +216,7 @@ class EagleRunner:
             [len(row) for row in held[:texts]],
             [self._slots(row, tokens) for row, tokens in enumerate(pending)],
             states,
-            self.target.places(self.head.config.depths),
+            self.target.captured_index(self.head.config.depths),
             plan,
             clock=clock,
             keys=keys,
@@ -225,7 +226,7 @@ class EagleRunner:
             return None
         for row, tokens in enumerate(pending):
             held[row].extend(tokens)
-        return Draft.from_device(DeviceDraft(batch.roots, trees, clock))
+        return DeviceDraft.of_trees(batch.roots, trees, clock)
 
     def _slots(self, row: int, tokens: list[int]) -> list[int]:
         """Where the target's states before these next tokens of a row lie."""
@@ -243,36 +244,36 @@ class EagleRunner:
     ) -> Draft | None:
         """What `catch_up` feeds and `grower` would grow then, in one call of our kernels; for
         greedy texts without processors, whose guesses depend on the logits alone."""
-        states = self.target.cache.states
+        states = self.target.cache.hidden
         assert self._kernels is not None and self._entrance is not None and states is not None
         most = min(AT_ONCE, CPU_CHUNK // len(batch.sequences))
         held, pending = self.cache.tokens_in, self._lacking(batch.sequences, able, most)
-        self.target.cache.settle()
+        self.target.cache.flush()
         found = self._kernels.grow(
             self._entrance,
-            Pairs(states, self.target.places(self.head.config.depths), pending),
+            Pairs(states, self.target.captured_index(self.head.config.depths), pending),
             bases=[len(held[row]) + len(tokens) - 1 for row, tokens in enumerate(pending)],
             max_depths=max_depths,
-            deepest=grower.deepest,
-            a_level=grower.a_level,
+            deepest=grower.max_depth,
+            a_level=grower.expanded_per_level,
             children=CHILDREN,
-            least=LEAST,
-            enough=grower.enough(batch),
+            least=MIN_CONFIDENCE,
+            enough=grower.needed_confidence(batch),
         )
         for row, tokens in enumerate(pending):
             held[row].extend(tokens)
         if found.levels:
             grower.note_level(found.seconds / found.levels)
-        if found.levels < grower.deepest - 1:
-            grower.stopped_early()
+        if found.levels < grower.max_depth - 1:
+            grower.note_stop()
         if not any(found.trees):
             return None
         return Draft.trees(batch.roots, found.trees, found.confidence)
 
     def grows(self, batch: Batch, grower: TreeBuilder) -> bool:
         """Whether `grown` can do it."""
-        plain = all(s.params.greedy and not s.has_processors for s in batch.sequences)
-        nodes, states = len(batch.sequences) * grower.a_level, self.target.cache.states
+        plain = all(s.params.is_greedy and not s.has_processors for s in batch.sequences)
+        nodes, states = len(batch.sequences) * grower.expanded_per_level, self.target.cache.hidden
         read = states is not None and states.dtype == torch.float32
         return read and plain and self._entrance is not None and nodes <= CPU_CHUNK
 
@@ -321,7 +322,7 @@ class EagleRunner:
         live = max(bases) + which.stop
         mask = attention.distances(base, deep, ancestors, live)[:, :, places]
         slots = base[:, None] + torch.arange(which.start, which.stop, device=self.device)
-        window = CacheView(self.cache, first, slots, live, real=0)
+        window = CacheView(self.cache, first, slots, live, 0)
         positions = (base[:, None] + deep)[:, places]
         wanted = 1 if keys_only else len(which)
         out = self._forward(embedded, hidden, positions, mask, window, wanted)

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from draftahead.backends.cpu import build
 from draftahead.backends.cpu.linear import SmallRowLinears
-from draftahead.core.types import Batch, Draft
+from draftahead.core.device import small_tensor
+from draftahead.core.draft import Draft
+from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter, DrafterContext, positive
 from draftahead.drafters.medusa.heads import Branch, MedusaHeads, checked_tree, likeliest_tree
 from draftahead.drafters.medusa.io import load_heads
@@ -29,7 +31,6 @@ from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
-from draftahead.sampling.noise import small_tensor
 
 NODES = 15  # of a tree whose shape is free, the root aside
 CANDIDATES = 8  # of each head, there
@@ -40,13 +41,13 @@ LEAST = 0.01  # likelihood below which a guess is not worth its row
 class Medusa(Drafter):
     def __init__(
         self,
-        setting: DrafterContext,
+        context: DrafterContext,
         *,
         model: Any = None,
         num_speculative_tokens: int | None = None,
         tree: int | list[list[int]] | None = None,
     ) -> None:
-        target = setting.target_runner("medusa")
+        target = context.target_runner("medusa")
         text = text_config(target.model)
         self.target, self.depths = target, (int(text.num_hidden_layers),)
         self.heads = heads = _heads(model, target.model)
@@ -66,13 +67,13 @@ class Medusa(Drafter):
         self.head = heads.output_for(target.model)
         parts = [heads] if self.head is None else [heads, self.head]
         self._linears = SmallRowLinears(nn.ModuleList(parts))
-        self._rows = torch.arange(setting.max_batch, device=setting.device)
-        target.watch(self.depths)
+        self._rows = torch.arange(context.max_batch, device=context.device)
+        target.capture_hidden(self.depths)
 
     @build.one_thread()
     def propose(self, batch: Batch) -> Draft | None:
         max_depths = [
-            room if sequence.generated else 0
+            room if sequence.num_generated else 0
             for sequence, room in zip(batch.sequences, batch.max_depths, strict=True)
         ]
         if not any(max_depths):
@@ -84,7 +85,7 @@ class Medusa(Drafter):
         for index in range(min(self.count, max(max_depths))):
             said = logits[:, index]
             if self.heads.tokens is not None:
-                said = scatter_to_vocab(said, self.heads.tokens, self.target.vocabulary)
+                said = scatter_to_vocab(said, self.heads.tokens, self.target.vocab_size)
             batch.draft_sampler.draw(said, going)
         return None  # the dice hold the draft
 
@@ -93,9 +94,9 @@ class Medusa(Drafter):
         lengths = [len(sequence.tokens) for sequence in batch.sequences]
         before = [[max(0, length - 2)] for length in lengths]
         slots = small_tensor(before, torch.int64, self._rows.device)
-        states = self.target.states(self.depths, self._rows[: len(slots)], slots)[:, 0, 0]
+        states = self.target.hidden_states(self.depths, self._rows[: len(slots)], slots)[:, 0, 0]
         with self._linears:
-            return self.heads.logits(states, self.head)[..., : self.target.vocabulary]
+            return self.heads.logits(states, self.head)[..., : self.target.vocab_size]
 
     def _branch(self, batch: Batch, logits: Tensor, max_depths: list[int]) -> Draft | None:
         """Trees of the heads' best candidates; reads back once."""

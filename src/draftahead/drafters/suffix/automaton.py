@@ -1,9 +1,9 @@
 """Texts as suffix automata (Blumer et al. 1985): what followed an end of a text, and how often.
 
-An automaton grows with its text, in constant time a token on average. Its newest state links to the
-longest end that occurred earlier; the transitions from there are all that ever followed it, and the
-number of their occurrences says how likely each one is. Of these, and of what is known of earlier
-texts, the most promising nodes become a tree: the longer the match, the deeper it goes.
+An automaton grows with its text, in constant time per token on average. Its newest state links to
+the longest suffix that occurred earlier; the transitions from there are all that ever followed it,
+and their counts say how likely each one is. From these, and from earlier outputs, the most confident
+nodes become a tree: the longer the match, the deeper it goes.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from draftahead.control.rates import Rates
+from draftahead.core import tree
 
-LONGEST_MATCH = 16  # longer ones are as sure
-LEAST = 0.02  # likelihood below which a guess is not worth its row
-MATCHES = 4  # ends of the text that have a say about the next token
-WIDEST = 3  # children of a node
-COUNTED = 64  # states whose occurrences are brought up to date with a token
-BREAK = -1  # between two texts that share an automaton
+LONGEST_MATCH = 16  # longer matches are treated alike: they are equally reliable
+MIN_CONFIDENCE = 0.02  # nodes below it do not repay their share of the verification
+# Suffixes of the text, the longest first, that vote on the next token. More of them find more
+# alternatives where the longest one has hardly occurred.
+MAX_MATCHES = 4
+MAX_CHILDREN = 3  # of a node
+# States whose counts are updated per token. Fewer leave the counts of short suffixes too low; all
+# of them would cost the length of the text where it repeats one token.
+MAX_COUNTED = 64
+SEPARATOR = -1  # between two texts that share an automaton
 
 
 class SuffixAutomaton:
@@ -49,7 +54,7 @@ class SuffixAutomaton:
             else:
                 self.link[state] = self._split(at, token, found)
         self.last, self.size = state, self.size + 1
-        for _ in range(COUNTED):  # every state on the way to the root occurs once more
+        for _ in range(MAX_COUNTED):  # every suffix occurs once more
             if state <= 0:
                 break
             self.count[state] += 1
@@ -63,7 +68,8 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
     def _split(self, at: int, token: int, found: int) -> int:
-        """The shorter strings of a state part from it once they occur where the others do not."""
+        """The shorter strings of a state get a state of their own once they occur where the longer
+        ones do not."""
         clone = self._new(dict(self.next[found]), self.length[at] + 1)
         self.link[clone], self.count[clone] = self.link[found], self.count[found]
         while at != -1 and self.next[at].get(token) == found:
@@ -72,171 +78,175 @@ class SuffixAutomaton:
         self.link[found] = clone
         return clone
 
-    def shorter(self, state: int, length: int) -> list[tuple[int, int]]:
-        """(state, length) of a match of this length in a state, and of its ends that lie in other
-        states, the longest first; as many as have a say."""
+    def suffixes(self, state: int, length: int) -> list[tuple[int, int]]:
+        """(state, length) of a match of this length in a state and of its suffixes in other states,
+        the longest first, MAX_MATCHES at most."""
         found: list[tuple[int, int]] = []
-        while state > 0 and len(found) < MATCHES:
+        while state > 0 and len(found) < MAX_MATCHES:
             found.append((state, min(length, self.length[state])))
             state = self.link[state]
         return found
 
-    def matches(self) -> list[tuple[int, int]]:
-        """Of the ends of this very text that occurred earlier in it."""
+    def repeated_suffixes(self) -> list[tuple[int, int]]:
+        """The same for the suffixes of this very text that occurred earlier in it."""
         state = self.link[self.last]
-        return self.shorter(state, self.length[state])
+        return self.suffixes(state, self.length[state])
 
 
-class Cursor:
-    """The longest end of a growing text that occurs in another one."""
+class AutomatonCursor:
+    """The longest suffix of a growing text that occurs in another one."""
 
     def __init__(self) -> None:
         self.state = self.length = 0
 
-    def advance(self, text: SuffixAutomaton, token: int) -> None:
-        self._settle(text)
-        while self.state and token not in text.next[self.state]:
-            self.state = text.link[self.state]
-            self.length = text.length[self.state]
-        if token in text.next[self.state]:
-            self.state, self.length = text.next[self.state][token], self.length + 1
-        self._settle(text)
+    def advance(self, automaton: SuffixAutomaton, token: int) -> None:
+        self._normalize(automaton)
+        while self.state and token not in automaton.next[self.state]:
+            self.state = automaton.link[self.state]
+            self.length = automaton.length[self.state]
+        if token in automaton.next[self.state]:
+            self.state, self.length = automaton.next[self.state][token], self.length + 1
+        self._normalize(automaton)
 
-    def _settle(self, text: SuffixAutomaton) -> None:
-        """A state may have been split since: its shorter strings are elsewhere now."""
-        while self.state and self.length <= text.length[text.link[self.state]]:
-            self.state = text.link[self.state]
+    def _normalize(self, automaton: SuffixAutomaton) -> None:
+        """A state may have been split since: its shorter strings have another state now."""
+        while self.state and self.length <= automaton.length[automaton.link[self.state]]:
+            self.state = automaton.link[self.state]
 
 
-class Trust:
-    """How often a guess after a match of some length turned out right, lately."""
+# ---------------------------------------------------------------------------------- the tree
+
+
+class MatchRates:
+    """How often a guess after a match of some length was accepted, lately."""
 
     def __init__(self) -> None:
-        # Short matches deceive, long ones hardly ever do.
+        # Short matches are often wrong, long ones hardly ever.
         self._rates: Rates[int] = Rates(lambda length: length / (length + 2), worth=8.0, fade=0.97)
 
     def __getitem__(self, length: int) -> float:
         return self._rates[min(length, LONGEST_MATCH)]
 
-    def note(self, length: int, was_right: bool) -> None:
-        self._rates.note(min(length, LONGEST_MATCH), was_right)
+    def note(self, length: int, accepted: bool) -> None:
+        self._rates.note(min(length, LONGEST_MATCH), accepted)
 
 
 @dataclass
-class Node:
-    """A guess."""
+class SuffixNode:
+    """A guess, and where the automaton that knows it stands behind it."""
 
     token: int
     parent: int
     depth: int
-    text: SuffixAutomaton  # that knows it
-    state: int  # where that one stands behind it
-    length: int  # of the match that speaks for it
-    likely: float  # that it is reached and right
+    automaton: SuffixAutomaton
+    state: int
+    length: int  # of the match that it follows
+    confidence: float
 
 
 class Match(NamedTuple):
-    """An end of the text that is being continued, found in that text or in another."""
+    """A suffix of the text that is being continued, found in that text or in another."""
 
-    text: SuffixAutomaton
+    automaton: SuffixAutomaton
     state: int
     length: int
-    in_itself: bool  # then one of its occurrences is the end itself, with nothing behind it yet
+    is_own: bool  # in the text itself, where one of its occurrences is the end, with no follower
 
 
-def grow(matches: Iterable[Match], trust: Trust, most: int, room: int) -> list[Node]:
-    """The likeliest nodes below the root, at most `most`, no deeper than `room`; parents first.
+def build_tree(
+    matches: Iterable[Match], rates: MatchRates, max_nodes: int, max_depth: int
+) -> list[SuffixNode]:
+    """The most confident nodes below the root, parents first.
 
-    At the root every match has a say, the longer ones first: what one of them leaves open by its
-    trust, the next one shares out. Below, each node goes on in the text that it came from.
+    At the root every match votes, the longer ones first: what one of them leaves open by its rate,
+    the next one distributes. Below, each node continues in the automaton that it came from.
     """
-    offered: dict[int, Node] = {}
+    roots: dict[int, SuffixNode] = {}
     rest = 1.0
-    for match in sorted(matches, key=lambda match: -match.length)[:MATCHES]:
-        text, state, length, in_itself = match
-        for token, then, share in followers(text, state, is_end=in_itself):
-            likely = rest * trust[length] * share
-            if token in offered:
-                offered[token].likely += likely
+    for match in sorted(matches, key=lambda match: -match.length)[:MAX_MATCHES]:
+        automaton, state, length, is_own = match
+        for token, then, share in followers(automaton, state, is_end=is_own):
+            confidence = rest * rates[length] * share
+            if token in roots:
+                roots[token].confidence += confidence
             else:
-                offered[token] = Node(token, 0, 1, text, then, length, likely)
-        rest *= 1 - trust[length]
-    order = itertools.count()  # the older of two equals first
-    heap = [(-node.likely, next(order), node) for node in offered.values()]
-    heapq.heapify(heap)
-    chosen: list[Node] = []
-    while heap and len(chosen) < most:
-        node = heapq.heappop(heap)[2]
-        if node.likely < LEAST:
-            break
-        chosen.append(node)
-        if node.depth == room:
-            continue
-        length = node.length + 1
-        for token, then, share in followers(node.text, node.state):
-            likely = node.likely * trust[length] * share
-            child = Node(token, len(chosen), node.depth + 1, node.text, then, length, likely)
-            heapq.heappush(heap, (-likely, next(order), child))
-    return chosen
+                roots[token] = SuffixNode(token, 0, 1, automaton, then, length, confidence)
+        rest *= 1 - rates[length]
+
+    def expand(node: SuffixNode, index: int) -> Iterator[SuffixNode]:
+        if node.depth == max_depth:
+            return
+        automaton, length = node.automaton, node.length + 1
+        for token, then, share in followers(automaton, node.state):
+            confidence = node.confidence * rates[length] * share
+            yield SuffixNode(token, index, node.depth + 1, automaton, then, length, confidence)
+
+    return tree.best_first(roots.values(), expand, max_nodes, MIN_CONFIDENCE)
 
 
 def followers(
-    text: SuffixAutomaton, state: int, *, is_end: bool = False
+    automaton: SuffixAutomaton, state: int, *, is_end: bool = False
 ) -> list[tuple[int, int, float]]:
     """(token, state, share) of what followed a state's strings. The end of the text itself has no
-    follower yet: there, what followed the longest of its ends that has one. So a text that goes
-    round is continued round."""
-    while state and not text.next[state]:
-        state, is_end = text.link[state], True
-    total = max(1, text.count[state] - is_end)
-    known = text.next[state].items()
-    found = [(token, then, text.count[then] / total) for token, then in known if token != BREAK]
-    if len(found) == 1:  # as mostly
+    follower yet: there, what followed the longest of its suffixes that has one. So a text that
+    repeats itself is continued by repetition."""
+    while state and not automaton.next[state]:
+        state, is_end = automaton.link[state], True
+    total = max(1, automaton.count[state] - is_end)
+    found = [
+        (token, then, automaton.count[then] / total)
+        for token, then in automaton.next[state].items()
+        if token != SEPARATOR
+    ]
+    if len(found) == 1:  # the usual case
         return found
-    return heapq.nlargest(WIDEST, found, key=lambda item: item[2])
+    return heapq.nlargest(MAX_CHILDREN, found, key=lambda item: item[2])
 
 
-class Store:
-    """Earlier outputs by scope, bounded in tokens: the texts longest unused go first."""
+# --------------------------------------------------------------------------- earlier outputs
 
-    def __init__(self, most_tokens: int) -> None:
-        self.most_tokens = most_tokens
+
+class SharedCorpus:
+    """Earlier outputs by namespace, bounded in tokens: the oldest are dropped first."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self._texts: OrderedDict[tuple[str, int], tuple[int, ...]] = OrderedDict()
         self._number = itertools.count()
         self._automata: dict[str, SuffixAutomaton] = {}
-        self.tokens = 0
+        self.num_tokens = 0
 
-    def add(self, scope: str, tokens: Sequence[int]) -> None:
-        text = tuple(tokens[: self.most_tokens])
+    def add(self, namespace: str, tokens: Sequence[int]) -> None:
+        text = tuple(tokens[: self.max_tokens])
         if not text:
             return
-        self._texts[scope, next(self._number)] = text
-        self.tokens += len(text)
-        if self.tokens > self.most_tokens:
+        self._texts[namespace, next(self._number)] = text
+        self.num_tokens += len(text)
+        if self.num_tokens > self.max_tokens:
             self._evict()
-        elif scope in self._automata:
-            _append(self._automata[scope], text)
+        elif namespace in self._automata:
+            _append(self._automata[namespace], text)
 
     def _evict(self) -> None:
-        """Down to half: an automaton cannot forget, so it is made anew, and not too often."""
-        while self.tokens > self.most_tokens // 2 and len(self._texts) > 1:
+        """Down to half: an automaton cannot forget, so it is built anew, and not too often."""
+        while self.num_tokens > self.max_tokens // 2 and len(self._texts) > 1:
             _, text = self._texts.popitem(last=False)
-            self.tokens -= len(text)
+            self.num_tokens -= len(text)
         self._automata.clear()
 
-    def of(self, scope: str) -> SuffixAutomaton:
-        """All that is kept of a scope, one text after another."""
-        if scope not in self._automata:
-            found = self._automata[scope] = SuffixAutomaton()
+    def automaton(self, namespace: str) -> SuffixAutomaton:
+        """All that is kept of a namespace, one text after another."""
+        if namespace not in self._automata:
+            found = self._automata[namespace] = SuffixAutomaton()
             for (owner, _), text in self._texts.items():
-                if owner == scope:
+                if owner == namespace:
                     _append(found, text)
-        return self._automata[scope]
+        return self._automata[namespace]
 
     def texts(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(scope, text) for (scope, _), text in self._texts.items()]
+        return [(namespace, text) for (namespace, _), text in self._texts.items()]
 
 
 def _append(automaton: SuffixAutomaton, text: Sequence[int]) -> None:
-    for token in (*text, BREAK):
+    for token in (*text, SEPARATOR):
         automaton.extend(token)
