@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import zoo
+
 torch.set_num_threads(1)
 
 
@@ -32,3 +34,12 @@ def smollm2() -> tuple[Any, Any]:
     from draftahead.loader import hub
 
     return hub.load("smollm2", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a tokenizer whose words are w0 to w96, and a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    zoo.tiny("llama").float().save_pretrained(path)
+    zoo.tokenizer().save_pretrained(path)
+    return str(path)

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 import zoo
+from command_line import run
 from draftahead import LLM, Draft, SamplingParams, errors
 from draftahead.bench.report import results_table
 from draftahead.core.types import Batch, ForwardOutput
@@ -19,7 +20,6 @@ from draftahead.sampling import accept
 from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import NodeContext, sample_gumbel, target_rng_key
 from drafted import Clairvoyant, GarbageTree
-from test_cli import folder, run  # noqa: F401  (a fixture)
 from test_rules import SETTINGS
 from toy import VOCABULARY, World
 
@@ -165,34 +165,53 @@ def test_explain_says_it_first(target: Any) -> None:
 
 
 def test_generate_says_it_in_red(
-    folder: str,  # noqa: F811
+    model_folder: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    common = ("generate", "w5 w6", "--model", folder, "--max-tokens", "4", "--drafter", "lookup")
+    common = (
+        "generate",
+        "w5 w6",
+        "--model",
+        model_folder,
+        "--max-tokens",
+        "4",
+        "--drafter",
+        "lookup",
+    )
     for extra in ((), ("--stats",), ("--json",), ("--explain",)):
-        assert run(monkeypatch, *common, *extra) == 0
+        assert run(*common, *extra) == 0
         assert "not lossless" not in capsys.readouterr().err
-        assert run(monkeypatch, *common, *extra, "--not-lossless") == 0
+        assert run(*common, *extra, "--not-lossless") == 0
         out, err = capsys.readouterr()
         assert err.count(f"{RED}not lossless") == 1, extra
         if "--json" in extra:
             assert json.loads(out)["lossless"] is False
-    assert run(monkeypatch, *common, "--not-lossless", "--exact", "replay") == 1
+    assert run(*common, "--not-lossless", "--exact", "replay") == 1
     assert "exclude each other" in capsys.readouterr().err
 
 
 def test_bench_says_it_in_red(
-    folder: str,  # noqa: F811
+    model_folder: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
-    common = ("bench", "--model", folder, "--drafter", "lookup", "--limit", "1", "--repeats", "1")
+    common = (
+        "bench",
+        "--model",
+        model_folder,
+        "--drafter",
+        "lookup",
+        "--limit",
+        "1",
+        "--repeats",
+        "1",
+    )
     more = ("--max-tokens", "4", "--prompts", "random", "--json", str(file))
-    assert run(monkeypatch, *common, *more, "--not-lossless", "--plot", str(picture)) == 0
+    assert run(*common, *more, "--not-lossless", "--plot", str(picture)) == 0
     assert "lookup, not lossless" in capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
     flags = {row["drafter"]: row["lossless"] for row in results}
@@ -201,7 +220,7 @@ def test_bench_says_it_in_red(
     with console.capture() as shown:
         console.print(results_table(results, "title"))
     assert f"{RED}lookup, not lossless" in shown.get()
-    assert run(monkeypatch, *common, *more) == 0
+    assert run(*common, *more) == 0
     assert "not lossless" not in capsys.readouterr().out
-    assert run(monkeypatch, *common, "--shape", "llama-8b", "--not-lossless") == 1
+    assert run(*common, "--shape", "llama-8b", "--not-lossless") == 1
     assert "leave it out with --shape" in capsys.readouterr().err

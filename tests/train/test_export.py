@@ -1,5 +1,4 @@
-"""Heads written whole, for servers that want the vocabulary's rows in the file; and whatever is
-written, a failure leaves what was there."""
+"""Exported heads hold their lm_head weights; a failed write leaves the old file."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import zoo
 from draftahead.backends.cpu import build
-from draftahead.backends.cpu.linear import quantize_model, quantize_linears
+from draftahead.backends.cpu.linear import quantize_linears, quantize_model
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.head import EagleHead, new_head
 from draftahead.drafters.early_exit.adapter import new_adapter
@@ -38,23 +37,23 @@ def target(request: pytest.FixtureRequest) -> Any:
     return model.bfloat16() if request.param == "bfloat16" else model
 
 
-def rows_of_head(target: Any) -> Tensor:
-    """What the target's head computes, as a matrix."""
+def lm_head_of(target: Any) -> Tensor:
+    """The target's lm_head weights, dequantized."""
     output = target.get_output_embeddings()
     return output.dequantized() if hasattr(output, "scales") else output.weight.detach()
 
 
-def test_an_eagle_head_is_written_whole(target: Any, tmp_path: Path) -> None:
-    spoken = torch.arange(3, 40, 3)
+def test_an_exported_eagle_head_holds_its_lm_head(target: Any, tmp_path: Path) -> None:
+    tokens = torch.arange(3, 40, 3)
     plain = shaped("llama")
-    head = rounded(new_head(plain, spoken, depths=(1, 2)))
+    head = rounded(new_head(plain, tokens, depths=(1, 2)))
     io.save(head, tmp_path / "bare", with_vocabulary=False, guesses=3)
-    said = export_head(tmp_path / "bare", target, tmp_path / "whole", name="org/name")
-    assert f"{len(spoken)} rows" in said
+    description = export_head(tmp_path / "bare", target, tmp_path / "whole", name="org/name")
+    assert f"lm_head weights of {len(tokens)} tokens" in description
     bare, whole = (load_file(tmp_path / n / MODEL) for n in ("bare", "whole"))
     assert whole.keys() - bare.keys() == {"lm_head.weight"}
     assert all(torch.equal(whole[name], bare[name]) for name in bare)
-    expected = rows_of_head(target)[spoken].bfloat16()
+    expected = lm_head_of(target)[tokens].bfloat16()
     assert whole["lm_head.weight"].dtype == torch.bfloat16
     assert torch.allclose(whole["lm_head.weight"], expected, atol=1e-2)
     config = json.loads((tmp_path / "whole" / "config.json").read_text())["speculators_config"]
@@ -65,7 +64,7 @@ def test_an_eagle_head_is_written_whole(target: Any, tmp_path: Path) -> None:
 
 
 def rounded(head: EagleHead) -> EagleHead:
-    """To numbers that bfloat16 holds, so that files change nothing."""
+    """Rounds the weights to bfloat16, so that writing a file changes nothing."""
     with torch.no_grad():
         for weight in head.parameters():
             weight.copy_(weight.bfloat16())
@@ -73,21 +72,21 @@ def rounded(head: EagleHead) -> EagleHead:
 
 
 @pytest.mark.parametrize("some", [False, True])
-def test_medusa_heads_are_written_whole(some: bool, target: Any, tmp_path: Path) -> None:
+def test_exported_medusa_heads_hold_their_lm_head(some: bool, target: Any, tmp_path: Path) -> None:
     vocabulary = int(text_config(target).vocab_size)
     tokens = torch.arange(3, 40, 3) if some else None
     heads = new_heads(shaped("llama"), 2, tokens=tokens)
     save_heads(heads, tmp_path / "bare", vocabulary=vocabulary)
     assert "2 Medusa heads" in export_head(tmp_path / "bare", target, tmp_path / "whole")
     found = load_heads(tmp_path / "whole", target)
-    expected = rows_of_head(target)
+    expected = lm_head_of(target)
     expected = expected if tokens is None else expected[tokens]
     assert torch.allclose(found.lm_heads[0].weight.float(), expected.float(), atol=1e-2)
-    with pytest.raises(ConfigError, match="holds its output matrices already"):
+    with pytest.raises(ConfigError, match="holds its lm_head weights already"):
         export_head(tmp_path / "whole", target, tmp_path / "again")
 
 
-def test_a_head_that_was_rounded_is_written_as_numbers(tmp_path: Path) -> None:
+def test_a_quantized_head_is_written_dequantized(tmp_path: Path) -> None:
     if build.library() is None:
         pytest.skip("there are no kernels here")
     model = shaped("llama")
@@ -101,13 +100,13 @@ def test_a_head_that_was_rounded_is_written_as_numbers(tmp_path: Path) -> None:
         assert torch.allclose(found[name], value, atol=2e-2), name
 
 
-def test_what_is_not_to_be_exported_is_refused(tmp_path: Path) -> None:
+def test_heads_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     model = zoo.tiny("llama", dtype=torch.float32)
     io.save(a_head(), tmp_path / "head", with_vocabulary=True)
     with pytest.raises(ConfigError, match="write to another folder"):
         export_head(tmp_path / "head", model, tmp_path / "head")
     new_adapter(model, 2, rank=4).save(tmp_path / "exit")
-    with pytest.raises(ConfigError, match="is an exit adapter"):
+    with pytest.raises(ConfigError, match="is an early-exit adapter"):
         export_head(tmp_path / "exit", model, tmp_path / "out")
     with pytest.raises(ModelNotFoundError, match="no folder or file"):
         export_head(tmp_path / "nowhere", model, tmp_path / "out")
@@ -121,7 +120,7 @@ def test_what_is_not_to_be_exported_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "exit"])
-def test_writing_that_fails_leaves_what_was_there(
+def test_a_failed_write_leaves_the_old_file(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = zoo.tiny("llama", dtype=torch.float32)
