@@ -260,7 +260,7 @@ def eagle(
     if states is not None:
         depths = tuple(sorted(options.numbers_of("--states", states)))
     spoken = material.most_used(vocabulary)
-    head = new_head(material.model, spoken, depths=depths, layers=layers, inner=inner)
+    head = new_head(material.model, spoken, depths=depths, layers=layers, intermediate_size=inner)
     apart = training.apart(material, depths)
     task = EagleTask(
         head,

@@ -63,7 +63,7 @@ class EagleTask:
         law = law_over(block.last[:, chains.first :].flatten(0, 1)[chains.places], self._rows)
         total = law.new_zeros((), dtype=torch.float32)
         for depth, hidden in enumerate(chains.outputs(self.head, self._embed)):
-            said = self.head.spoken(hidden.flatten(0, 1)[chains.nodes(depth)])
+            said = self.head.normed_output(hidden.flatten(0, 1)[chains.nodes(depth)])
             total = total + self._fade**depth * soft_cross_entropy(
                 said, self.head.lm_head.weight, law
             )
@@ -79,7 +79,7 @@ class EagleTask:
             chains = Chains(block, self._depth)
             hits = []
             for depth, hidden in enumerate(chains.outputs(self.head, self._embed)):
-                spoken = self.head.spoken(hidden)
+                spoken = self.head.normed_output(hidden)
                 moments.add(spoken)
                 guess = self.head.tokens[self.head.lm_head(spoken).argmax(-1)]
                 hit = guess == block.tokens[:, chains.first + 2 + depth :]
@@ -91,13 +91,13 @@ class EagleTask:
 
     def save(self, folder: Path) -> None:
         if self._moments is not None:
-            self.head.shortlist = fitted(self._moments, self.head.lm_head.weight.float())
+            self.head.screening = fitted(self._moments, self.head.lm_head.weight.float())
         io.save(
             self.head,
             folder,
-            with_vocabulary=self._trains_vocabulary,
+            with_lm_head=self._trains_vocabulary,
             target=self._name,
-            guesses=self._depth,
+            num_speculative_tokens=self._depth,
         )
 
 

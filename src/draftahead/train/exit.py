@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftahead.drafters.early_exit import io
 from draftahead.drafters.early_exit.adapter import ExitAdapter
 from draftahead.models.support import last_norm
 from draftahead.train.blocks import Block, Blocks
@@ -50,4 +51,4 @@ class ExitTask:
         return walked(found)
 
     def save(self, folder: Path) -> None:
-        self.adapter.save(folder)
+        io.save(self.adapter, folder)

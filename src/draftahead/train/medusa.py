@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftahead.drafters.medusa.heads import MedusaHeads, likeliest_tree
-from draftahead.drafters.medusa.io import save_heads
+from draftahead.drafters.medusa import io
+from draftahead.drafters.medusa.heads import MedusaHeads
+from draftahead.drafters.medusa.tree import likeliest_tree
 from draftahead.train.blocks import Block, Blocks
 from draftahead.train.eagle import Chains
 from draftahead.train.loop import Acceptance
@@ -65,8 +66,8 @@ class MedusaTask:
                 hits.append(hit[..., 0])
             found.append((side_by_side(hits).cpu(), block.learnt.sum(1).tolist()))
         tree = likeliest_tree((right / tried.clamp(min=1)).tolist(), NODES)
-        self.heads.choices = tuple(path for path, _ in tree)
+        self.heads.choices = tuple(node.path for node in tree)
         return walked(found)
 
     def save(self, folder: Path) -> None:
-        save_heads(self.heads, folder, vocabulary=self._vocabulary, base=self._name or None)
+        io.save(self.heads, folder, vocab_size=self._vocabulary, target=self._name)

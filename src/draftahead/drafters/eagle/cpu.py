@@ -252,7 +252,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 def cpu_kernels(head: EagleHead, shape: LlamaSpec, cache: KVCache) -> CpuEagleHead | None:
     try:
-        return CpuEagleHead(shape, cache, head.shortlist)
+        return CpuEagleHead(shape, cache, head.screening)
     except UnsupportedSpecError:
         return None
 

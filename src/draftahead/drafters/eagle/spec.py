@@ -40,7 +40,7 @@ def shape_of(head: EagleHead) -> LlamaSpec:
                 q_norm=None,
                 k_norm=None,
                 window=0,
-                scaling=c.width**-0.5,
+                scaling=c.head_dim**-0.5,
             )
         )
     return LlamaSpec(
@@ -53,7 +53,7 @@ def shape_of(head: EagleHead) -> LlamaSpec:
         eps=float(c.layer.rms_norm_eps),
         heads=int(c.layer.num_attention_heads),
         key_heads=int(c.layer.num_key_value_heads),
-        width=c.width,
+        width=c.head_dim,
         hidden=int(c.layer.hidden_size),
         inner=int(c.layer.intermediate_size),
         activation=0,
