@@ -239,7 +239,9 @@ def test_the_search_finds_the_layers_that_do_nothing() -> None:
     assert search.agreement(skipping(model, 1)) < 0.9
     found = search.result()
     assert found.skip == (2, 4)
-    assert found.expected_speed_up == pytest.approx(expected_speed_up(1.0, skipping(model, 2, 4).share), rel=1e-3)
+    assert found.expected_speed_up == pytest.approx(
+        expected_speed_up(1.0, skipping(model, 2, 4).share), rel=1e-3
+    )
     assert [len(held) for held in search.runner.cache.tokens_in] == [0, 19]
 
 

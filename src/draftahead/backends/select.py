@@ -10,6 +10,7 @@ from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.hf_graph import Forward, GraphedForward
 from draftahead.backends.fingerprint import is_patched
 from draftahead.backends.llama_spec import recognise
+from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
 
@@ -17,7 +18,7 @@ def kernels_for(model: Any, cache: KVCache, calls: dict[int, dict[str, Any]]) ->
     """Our kernels if they know the shape."""
     try:
         shape = recognise(model, cache, calls)
-        if cache.keys[0].device.type == "cuda":
+        if device_of(cache.keys[0].device).is_gpu:
             return CudaDecoder(shape, cache)
         return CpuDecoder(shape, cache)
     except UnsupportedSpecError:
@@ -30,6 +31,6 @@ def recording_of(
     """On a GPU the model's own forward as a recording, unless that would leave something out or
     decide it once for all: hooks, and frequencies that switch."""
     hooks = any(is_patched(module) for module in model.modules())
-    if cache.keys[0].device.type != "cuda" or switch is not None or hooks:
+    if not device_of(cache.keys[0].device).is_gpu or switch is not None or hooks:
         return None
     return GraphedForward(model, forward, cache, compiled=compiled)

@@ -18,6 +18,7 @@ import transformers
 
 import draftahead
 from draftahead.backends.cpu import build
+from draftahead.core.device import device_of, gpu_name
 
 
 def provenance() -> dict[str, Any]:
@@ -35,7 +36,7 @@ def provenance() -> dict[str, Any]:
             "cpu": _cpu_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
             "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "gpu": gpu_name(),
             "kernels": build.problem() or "compiled",
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         },
@@ -69,15 +70,15 @@ def _commit() -> str | None:
 
 def peak_memory(device: torch.device) -> int:
     """Most bytes used so far, by the process or on its GPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    if (on_device := device_of(device).peak_memory()) is not None:
+        return on_device
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reader(size: int, device: torch.device) -> Callable[[], object]:
     """A function that moves `size` bytes of memory once, and does nothing else."""
-    library = build.library() if device.type == "cpu" else None
+    library = build.library() if device_of(device).is_cpu else None
     if library is not None:
         data = torch.randn(max(size // 4, 1))
         return lambda: library.draftahead_read(data.data_ptr(), data.numel(), build.threads())
@@ -89,20 +90,19 @@ def reader(size: int, device: torch.device) -> Callable[[], object]:
 
 def timed(job: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of one run: by the clock, or of the device's own work."""
-    if device.type != "cuda":
+    kind = device_of(device)
+    if not kind.is_gpu:
         start = time.perf_counter()
         job()
         return 1e3 * (time.perf_counter() - start)
-    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    # The host runs ahead meanwhile: its launching is not measured.
-    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
-    begin.record()
+    begin, end = (kind.event(timing=True) for _ in range(2))
+    kind.delay()  # the host runs ahead meanwhile: its launching is not measured
+    kind.mark(begin)
     job()
-    end.record()
+    kind.mark(end)
     end.synchronize()
     return float(begin.elapsed_time(end))
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize()

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftahead.bench.rows import measure_rows
 from draftahead.bench.sides import Ours
+from draftahead.core.device import device_of
 from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
@@ -51,7 +52,7 @@ PERFECT = "perfect"  # the side whose drafter knows what the target will say
 
 def dtype_for(name: str | None, device: torch.device) -> torch.dtype:
     if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device_of(device).is_gpu else torch.float32
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"unknown dtype {name!r}: float32, bfloat16 or float16")

@@ -138,9 +138,10 @@ def _shape(
     from draftahead.bench.machine import peak_memory, provenance
     from draftahead.bench.measure import OVERALL, Group, measure, results_of
     from draftahead.bench.sides import transformers_pair
+    from draftahead.core.device import default_device
 
     name, agreement, count, dtype, device = kind
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = torch.device(device) if device else default_device()
     numbers = shapes.dtype_for(dtype, place)
     target, draft = shapes.build_pair(name, numbers, place)
     tokens = sampling.max_tokens or 64

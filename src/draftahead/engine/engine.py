@@ -11,6 +11,7 @@ import torch
 from draftahead.control.policy import Policy, Spent
 from draftahead.core import tree
 from draftahead.core.detokenizer import Decode, Detokenizer
+from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import Stats, StepTimer
 from draftahead.core.types import (
@@ -66,7 +67,7 @@ class Engine:
         self._adaptive = drafter.adaptive  # the policy decides whether it is asked
         self._ids = itertools.count()
         # A device computes the next forward while the host is busy with the rest of a step.
-        self._launches_ahead = verifier.runner.device.type == "cuda"
+        self._launches_ahead = device_of(verifier.runner.device).is_gpu
         self._in_flight: InFlightStep | None = None
         if self._adaptive and not verifier.fixed_shape:  # there every forward costs the same
             self.policy.costs.survey(verifier.timed_forward, verifier.max_context)
@@ -88,7 +89,9 @@ class Engine:
         if step.asked:
             self._learn(step, draft, verdict)
         kept = self.scheduler.update(step.batch, verdict, self._logprobs(step, verdict))
-        self._release_ended(step.batch)
+        for sequence in step.batch.sequences:
+            if sequence.finish_reason is not None:
+                self.release(sequence)
         step.timer.lap("other")
         try:
             if self._launches_ahead:
@@ -171,15 +174,9 @@ class Engine:
                 found[b] = token_logprobs(step.output.logits[b, nodes], contexts, tokens)
         return found
 
-    def _release_ended(self, batch: Batch) -> None:
-        for sequence in batch.sequences:
-            if sequence.finish_reason is not None:
-                sequence.detokenizer.flush()
-                self.release(sequence)
-
     def _record(self, step: InFlightStep, draft: Draft, verdict: Verdict, kept: list[int]) -> None:
         """Counts the step in each sequence's stats, and lets the policy observe it."""
-        timer, width = step.timer, draft.width
+        timer, width = step.timer, len(draft.tokens[0])
         for b, sequence in enumerate(step.batch.sequences):
             depths = tree.depths(draft.parents[b][: draft.num_nodes[b]])[1:] if width > 1 else []
             sequence.stats.add_step(depths, kept[b], width, timer.seconds["verify"])
@@ -218,6 +215,7 @@ class Engine:
 
     def release(self, sequence: SequenceState) -> None:
         """Frees what a sequence holds, whether it has ended or is given up."""
+        sequence.detokenizer.flush()
         if self._in_flight is not None and sequence in self._in_flight.batch.sequences:
             # Slots move: the forward under way is discarded and done again. It reads its inputs
             # until it has finished.

@@ -76,7 +76,7 @@ class Scheduler:
 
     def _max_depth(self, sequence: SequenceState) -> int:
         """How deep a draft may be: the last token of the output is always the target's own."""
-        left = (sequence.params.max_tokens or 0) - sequence.num_generated - 1
+        left = (sequence.params.max_tokens or 0) - len(sequence.drafted) - 1
         return max(0, min(left, self._verifier.max_depth(sequence)))
 
     # ------------------------------------------------------------------------ after a verdict

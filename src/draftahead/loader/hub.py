@@ -144,24 +144,26 @@ def files_of(source: str | Path, patterns: Sequence[str]) -> Path:
 def _chosen_device(device: str | torch.device | None) -> torch.device:
     import torch
 
+    from draftahead.core.device import default_device, gpu_count
+
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {device!r}; use for example cpu or cuda:0") from error
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {device} is not there: {torch.cuda.device_count()} CUDA devices are visible"
-        )
+    if chosen.type == "cuda" and (chosen.index or 0) >= gpu_count():
+        raise ConfigError(f"device {device} is not there: {gpu_count()} CUDA devices are visible")
     return chosen
 
 
 def _chosen_dtype(dtype: str | torch.dtype | None, place: torch.device) -> str | torch.dtype:
     import torch
 
+    from draftahead.core.device import device_of
+
     if dtype is None:
-        return torch.float32 if place.type == "cpu" else "auto"
+        return torch.float32 if device_of(place).is_cpu else "auto"
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
     return dtype

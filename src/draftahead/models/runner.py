@@ -27,6 +27,7 @@ from draftahead.backends.cuda.padding import Padding
 from draftahead.backends.fingerprint import WeightFingerprint
 from draftahead.backends.select import kernels_for, recording_of
 from draftahead.core import tree
+from draftahead.core.device import device_of
 from draftahead.core.types import ForwardOutput
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
@@ -58,6 +59,7 @@ class ModelRunner:
         support.refuse_unsupported(model)
         self.model, self.compiled = model, compiled
         self.device: torch.device = model.device
+        self._is_gpu = device_of(self.device).is_gpu
         self.vocab_size = int(text_config(model).vocab_size)
         self.model_context = support.context_limit(model)
         self.max_context = support.chosen_context(self.model_context, max_context)
@@ -83,8 +85,7 @@ class ModelRunner:
         return self._decoder is not None and self._decoder.batch_invariant
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        device_of(self.device).synchronize()
 
     # ------------------------------------------------------------------------------ a forward
 
@@ -161,7 +162,7 @@ class ModelRunner:
         if decoder is None:
             return None
         batch, num_nodes = tokens.shape
-        if self.device.type != "cuda":
+        if not self._is_gpu:
             if not decoder.takes(batch, num_nodes, with_logits):
                 return None
             lists = None if parents is None or isinstance(parents, DeviceTree) else parents.tolist()
@@ -395,7 +396,7 @@ class ModelRunner:
         self._prefill = None
         decoder = self._checked(candidate, slot)
         # A model whose forward can be captured can be captured for prompts.
-        if decoder is not None and self.device.type == "cuda":
+        if decoder is not None and self._is_gpu:
             self._prefill = GraphedPrefill(type(self.model).__name__, self._own_forward, self.cache)
             self.cache.compactor = GraphedCompaction(self.cache).run
         if decoder is not None and self._captured:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from draftahead.core.device import device_of
 from draftahead.errors import ConfigError, TrainingError
 from draftahead.train.blocks import Block
 
@@ -152,12 +153,12 @@ class Loop:
         ]
         device = self.weights[0].device
         self.optimizer = torch.optim.AdamW(
-            groups, lr=plan.rate, betas=(0.9, 0.95), fused=device.type == "cuda"
+            groups, lr=plan.rate, betas=(0.9, 0.95), fused=device_of(device).is_gpu
         )
         self.average = Average(task.module, plan.average)
         self.history = History()
         self.step, self.best, self.since_best = 0, 0.0, 0
-        self._half = plan.half and device.type == "cuda"
+        self._half = plan.half and device_of(device).is_gpu
         self._device = device.type
 
     def run(self, *, resume: bool = False) -> History:

@@ -13,6 +13,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from draftahead.core.device import gpu_count
 from draftahead.errors import ConfigError
 from draftahead.loader import hub
 from draftahead.train.blocks import Blocks
@@ -89,7 +90,7 @@ def gathered(
 ) -> Material:
     torch.manual_seed(seed)  # every process begins with the same weights
     # Processes that are told of no GPU do not find each other unless they are told of the CPU.
-    on_cpu = device.startswith("cpu") if device else not torch.cuda.is_available()
+    on_cpu = device.startswith("cpu") if device else not gpu_count()
     processes = PartialState(cpu=on_cpu)
     where = str(processes.device) if processes.num_processes > 1 else device
     loaded, tokenizer = hub.load(model, dtype=dtype, device=where, report=report)

@@ -23,6 +23,7 @@ from draftahead.backends.cpu.linear import Weights, describe, fits
 from draftahead.backends.cpu.lower_layers import LowerLayerCache
 from draftahead.backends.llama_spec import LayerSpec, LlamaSpec
 from draftahead.core import tree
+from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
 Exit = Callable[[Tensor], Tensor]
@@ -327,7 +328,7 @@ def bound(shape: LlamaSpec, cache: KVCache) -> tuple[Kernels, Any, Model]:
     if library is None:
         raise UnsupportedSpecError(build.problem())
     require(cache.keys[0].dtype == torch.float32, "not float32")
-    require(cache.keys[0].device.type == "cpu", "not on the CPU")
+    require(device_of(cache.keys[0].device).is_cpu, "not on the CPU")
     require(shape.width % 16 == 0 and shape.inner % 16 == 0, "odd widths")
     require(fits(shape.head), "head")
     layers = (Layer * len(shape.layers))(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftahead.backends.cpu import build
+from draftahead.core.device import device_of
 from draftahead.errors import ConfigError
 
 CHUNK = 64  # of weights that one instruction takes; also in kernels/linear.h
@@ -102,7 +103,7 @@ def quantize_model(model: Any) -> None:
     """Puts an Int8Linear in place of every linear layer, the head included."""
     if build.library() is None:
         raise ConfigError(f"int8 needs our CPU kernels, and they are missing: {build.problem()}")
-    if model.device.type != "cpu":
+    if not device_of(model.device).is_cpu:
         raise ConfigError("quantize='int8' works on the CPU; leave it out on a GPU")
     if not round_linears(model):
         raise ConfigError(f"{type(model).__name__} has no linear layer that int8 could take")
@@ -137,7 +138,7 @@ def fits(layer: Any) -> bool:
     if type(layer) is Int8Linear:
         return True
     plain = type(layer) is nn.Linear and layer.weight.dtype == torch.float32
-    return plain and layer.weight.is_contiguous() and layer.weight.device.type == "cpu"
+    return plain and layer.weight.is_contiguous() and device_of(layer.weight.device).is_cpu
 
 
 def run_linear(layer: Any, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError, is_plain, require
 from draftahead.backends.llama_spec import LayerSpec, LlamaSpec
+from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
 MOST_ROWS = 128  # of all nodes of a pass
@@ -73,9 +74,7 @@ class CudaLayers:
         self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
         self._check()
         self._shared = SHARED
-        if self.device.type == "cuda":
-            limits = torch.cuda.get_device_properties(self.device)
-            room = getattr(limits, "shared_memory_per_block_optin", 99 * 1024)
+        if (room := device_of(self.device).shared_memory()) is not None:
             self._shared = min(SHARED, room - 8 * 1024)
         rows, make = MOST_ROWS, self.empty
         self.x, self.middle, self.scaled = (make(rows, shape.hidden) for _ in range(3))

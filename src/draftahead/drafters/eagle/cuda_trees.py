@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftahead.backends.cuda.timing import TimerCache
+from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft
 from draftahead.core.types import Batch, SequenceState
 from draftahead.drafters.eagle.cuda import CudaEagleHead, Plan, gpu_kernels
@@ -24,7 +25,7 @@ class CudaTreeLauncher:
     @staticmethod
     def of(runner: EagleRunner, prefill: HeadPrefill) -> CudaTreeLauncher | None:
         """None without a GPU, and where the kernels do not support the head."""
-        if runner.device.type != "cuda":
+        if not device_of(runner.device).is_gpu:
             return None
         cos_sin, is_whole = [*runner.cos_sin], runner.draft_tokens is None
         kernels = gpu_kernels(

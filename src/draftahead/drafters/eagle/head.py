@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftahead.drafters.eagle.screening import Screening
+from draftahead.drafters.rms_norm import RMSNorm
 from draftahead.models.support import text_config
 
 # Layer, queries [B, num_heads, N, head_dim], keys and values [B, num_kv_heads, N, head_dim] of the
@@ -59,16 +60,6 @@ class EagleConfig:
     def head_dim(self) -> int:
         stated = getattr(self.layer, "head_dim", None)
         return int(stated or self.layer.hidden_size // self.layer.num_attention_heads)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
 
 
 class EagleAttention(nn.Module):

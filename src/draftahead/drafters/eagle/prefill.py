@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
+from draftahead.core.device import device_of
 from draftahead.core.types import SequenceState
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.kv.cache import CacheView, SlotOwners, slots_from
@@ -31,7 +32,7 @@ class HeadPrefill:
     def __init__(self, runner: EagleRunner) -> None:
         self._runner, self._owners = runner, SlotOwners(runner.cache)
         self._graphs: GraphedPrefill | None = None
-        if runner.device.type == "cuda":
+        if device_of(runner.device).is_gpu:
             self._graphs = GraphedPrefill("the head", self._forward_captured, runner.cache)
         # Graphs read the target's hidden states at the address at which they were captured.
         self._captured_with = runner.target.cache.hidden

@@ -19,7 +19,7 @@ from draftahead.backends.cpu import build
 from draftahead.backends.cpu.linear import round_linears
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
-from draftahead.core.device import small_tensor
+from draftahead.core.device import device_of, small_tensor
 from draftahead.drafters.eagle.cpu import CpuEagleHead, cpu_kernels
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.spec import shape_of
@@ -65,7 +65,7 @@ class EagleRunner:
         CPU the head is quantized in place: drafts may be approximate, and it reads a quarter of the
         bytes."""
         self.head, self.target, self.device = head, target, target.device
-        by_kernels = self.device.type == "cpu" and build.library() is not None
+        by_kernels = device_of(self.device).is_cpu and build.library() is not None
         if by_kernels:
             round_linears(head.float())
         self.cache = _new_cache(head, target, max_batch, scratch_entries)

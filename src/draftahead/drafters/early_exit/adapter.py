@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftahead.drafters.eagle.head import RMSNorm
+from draftahead.drafters.rms_norm import RMSNorm
 from draftahead.models.support import text_config
 
 
