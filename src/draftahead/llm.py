@@ -216,6 +216,23 @@ class LLM:
             raise sequence.error
         return self._completion(0, sequence)
 
+    def describe(self) -> list[str]:
+        """What runs: the model, the backend and why it was chosen, the drafter, the KV cache; and
+        what would be faster."""
+        config, runner = self.config, self.engine.verifier.runner
+        choice, cache = runner.backend_choice, runner.cache
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        drafter = "adaptive" if self.engine.drafter.adaptive else "fixed size"
+        found = [
+            f"model: {type(self.model).__name__}, {config.quantize or dtype} on {runner.device}",
+            f"backend: {choice.name} ({choice.reason})",
+            *(f"faster: {hint}" for hint in choice.faster),
+            f"drafter: {type(self.engine.drafter).__name__}, {drafter}; exact: {config.exact}",
+            f"KV cache: {cache.num_slots} slots of {runner.max_context} tokens, "
+            f"{cache.bytes / 2**30:.2f} GiB at most",
+        ]
+        return found if config.lossless else [*found, NOT_LOSSLESS]
+
     def explain(self) -> list[str]:
         """Why it drafted as it did so far, a sentence each."""
         warning = [] if self.config.lossless else [NOT_LOSSLESS]

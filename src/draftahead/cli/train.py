@@ -249,7 +249,9 @@ def eagle(
         chosen = set(options.split_numbers("--aux-layers", aux_layers))
     aux = tuple(sorted(chosen))
     tokens = setup.most_frequent_tokens(draft_vocabulary)
-    head = new_head(setup.model, tokens, depths=aux, layers=layers, inner=intermediate_size)
+    head = new_head(
+        setup.model, tokens, depths=aux, layers=layers, intermediate_size=intermediate_size
+    )
     task = EagleTask(
         head,
         setup.model,

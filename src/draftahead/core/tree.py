@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -102,20 +102,23 @@ def best_first(
     expand: Callable[[AnyCandidate, int], Iterable[AnyCandidate]],
     max_nodes: int,
     min_confidence: float,
+    tie_break: Callable[[AnyCandidate], Any] | None = None,
 ) -> list[AnyCandidate]:
     """The `max_nodes` most confident nodes below a root, parents first.
 
     `roots`: the root's children. `expand(node, index)`: the children of a node that became number
     `index` of the tree (the root is 0); none may be more confident than its parent. Candidates
-    below `min_confidence` are left out; of equals the older one is taken.
+    below `min_confidence` are left out; of equals the one with the smaller `tie_break` is taken, by
+    default the older one.
     """
     order = itertools.count()
-    heap: list[tuple[float, int, AnyCandidate]] = []
+    heap: list[tuple[float, Any, AnyCandidate]] = []
 
     def offer(candidates: Iterable[AnyCandidate]) -> None:
         for node in candidates:
             if node.confidence >= min_confidence:
-                heapq.heappush(heap, (-node.confidence, next(order), node))
+                key = next(order) if tie_break is None else tie_break(node)
+                heapq.heappush(heap, (-node.confidence, key, node))
 
     offer(roots)
     chosen: list[AnyCandidate] = []

@@ -1,7 +1,7 @@
 """A small model of the same vocabulary drafts (Leviathan et al., arXiv 2211.17192).
 
-Asked for a number of tokens, it samples a chain of so many. Adaptive, it builds a tree as deep as its
-time pays.
+Asked for a number of tokens, it samples a chain of so many. Adaptive, it builds a tree as deep as
+its time pays.
 
 It keeps a KV cache of its own and compares that with the sequence at every step: what the target
 accepted of its own draft is already there, the rest it computes. So it can be skipped, switched off

@@ -1,4 +1,8 @@
-"""Files of trained heads: found, read without running code, refused clearly."""
+"""Files of trained heads: found, read without running code, refused clearly, written atomically.
+
+Each drafter's `io.py` has `load(source, model)`, which returns a head for this target, and
+`save(head, folder)`.
+"""
 
 from __future__ import annotations
 
@@ -19,36 +23,13 @@ from draftahead.loader import hub
 CONFIG = "config.json"
 
 
-def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """At once or not at all: what was there before is good until then."""
-    part = file.with_suffix(".part")
-    kept = {name: held.detach().cpu().contiguous().clone() for name, held in tensors.items()}
-    save_file(kept, part, metadata={"format": "pt"})
-    part.replace(file)
+# ----------------------------------------------------------------------------------- reading
 
 
-def write_config(config: dict[str, Any], folder: Path) -> None:
-    """Likewise."""
-    part = folder / f"{CONFIG}.part"
-    part.write_text(json.dumps(config, indent=1) + "\n", "utf-8")
-    part.replace(folder / CONFIG)
-
-
-def plain_state(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module by name, as files hold them: what was rounded is a matrix again."""
-    found = dict(module.state_dict())
-    for name, part in module.named_modules():
-        if isinstance(part, Int8Linear):
-            within = f"{name}." if name else ""
-            del found[f"{within}scales"]
-            found[f"{within}weight"] = part.dequantized()
-    return found
-
-
-def located(source: str | Path, names: Sequence[str], beside: Sequence[str] = ()) -> Path:
+def find_weights(source: str | Path, names: Sequence[str], extras: Sequence[str] = ()) -> Path:
     """The weights that a file, a folder or a hub id stands for: the first of `names` there. From a
-    hub come those `beside` them as well."""
-    found = hub.files_of(source, [CONFIG, *names, *beside])
+    hub, the files `extras` are fetched as well."""
+    found = hub.files_of(source, [CONFIG, *names, *extras])
     if found.is_file():
         return found
     for name in names:
@@ -58,7 +39,7 @@ def located(source: str | Path, names: Sequence[str], beside: Sequence[str] = ()
 
 
 def config_beside(weights: Path) -> dict[str, Any]:
-    """What the folder's config.json says; nothing where there is none."""
+    """The contents of the folder's config.json; empty where there is none."""
     file = weights.parent / CONFIG
     if not file.is_file():
         return {}
@@ -71,20 +52,49 @@ def config_beside(weights: Path) -> dict[str, Any]:
     return config
 
 
-def tensors_in(weights: Path, wanted: Callable[[list[str]], list[str]]) -> dict[str, Tensor]:
-    """Of all the names in a file those that are `wanted`, on the CPU."""
+def tensors_in(weights: Path, select: Callable[[list[str]], list[str]]) -> dict[str, Tensor]:
+    """The tensors of a file whose names `select` returns of all names, on the CPU."""
     try:
         if weights.suffix == ".safetensors":
             with safe_open(weights, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in wanted(list(file.keys()))}
-        held = torch.load(weights, map_location="cpu", weights_only=True)
+                return {name: file.get_tensor(name) for name in select(list(file.keys()))}
+        tensors = torch.load(weights, map_location="cpu", weights_only=True)
     except (ConfigError, MemoryError):
         raise
-    except Exception as problem:  # of any kind: pickle, torch and safetensors have their own
+    except Exception as problem:  # pickle, torch and safetensors each raise their own
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
         raise ModelNotFoundError(
             f"{weights} is damaged or holds more than tensors ({reason}); fetch or train it again"
         ) from problem
-    if not isinstance(held, dict) or not all(isinstance(v, Tensor) for v in held.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
         raise ModelNotFoundError(f"{weights} holds no tensors by name")
-    return {name: held[name] for name in wanted(list(held))}
+    return {name: tensors[name] for name in select(list(tensors))}
+
+
+# ----------------------------------------------------------------------------------- writing
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Atomically: the file that was there stays whole until the new one is."""
+    part = file.with_suffix(".part")
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(own, part, metadata={"format": "pt"})
+    part.replace(file)
+
+
+def write_config(config: dict[str, Any], folder: Path) -> None:
+    """Atomically, like write_tensors."""
+    part = folder / f"{CONFIG}.part"
+    part.write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+    part.replace(folder / CONFIG)
+
+
+def dequantized_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a module, with plain weights in place of quantized ones."""
+    found = dict(module.state_dict())
+    for name, part in module.named_modules():
+        if isinstance(part, Int8Linear):
+            prefix = f"{name}." if name else ""
+            del found[f"{prefix}scales"]
+            found[f"{prefix}weight"] = part.dequantized()
+    return found

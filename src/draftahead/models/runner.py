@@ -68,7 +68,7 @@ class ModelRunner:
         self._configs = support.attention_configs(model) if self.uses_interface else []
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallBatchLinears(model)
-        self._decoder: Backend | None = None
+        self._backend: Backend | None = None
         self._prefill: GraphedPrefill | None = None
         self._captured: tuple[int, ...] = ()  # depths whose hidden states forwards store
         probe = KVShapeProbe()
@@ -77,12 +77,12 @@ class ModelRunner:
         self.cache = KVCache(probe.shapes, max_batch, num_entries, probe.dtype, self.device)
         if model.config.model_type not in support.TESTED:
             support.refuse_disagreeing(self)
-        self._decoder = self._choose_backend()
+        self._backend = self._choose_backend()
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's logits are the same bits in every forward, whatever else is in it."""
-        return self._decoder is not None and self._decoder.batch_invariant
+        return self._backend is not None and self._backend.batch_invariant
 
     def synchronize(self) -> None:
         device_of(self.device).synchronize()
@@ -158,7 +158,7 @@ class ModelRunner:
         layers: LayerSubset | None,
     ) -> ForwardOutput | None:
         """The forward by a backend, if one supports it."""
-        decoder = self._decoder if layers is None else layers.decoder(self._decoder)
+        decoder = self._backend if layers is None else layers.decoder(self._backend)
         if decoder is None:
             return None
         batch, num_nodes = tokens.shape
@@ -335,8 +335,8 @@ class ModelRunner:
             return
         self._captured = tuple(sorted({*self._captured, *depths}))
         self.cache.capture_hidden(len(self._captured) * int(config.hidden_size))
-        if self._decoder is not None:
-            self._decoder.capture_hidden(self._captured)
+        if self._backend is not None:
+            self._backend.capture_hidden(self._captured)
         if self._prefill is not None:
             self._prefill.graphs.forget()
 
@@ -356,7 +356,7 @@ class ModelRunner:
 
     def verifies_device_drafts(self, batch: int, num_nodes: int) -> bool:
         """Whether a forward over so many nodes takes trees that the host has not seen."""
-        decoder = self._decoder
+        decoder = self._backend
         if decoder is None or not decoder.scores_device_drafts or self.long_rope_threshold:
             return False
         held = [len(tokens) for tokens in self.cache.tokens_in[:batch]]
@@ -411,9 +411,9 @@ class ModelRunner:
 
     def _refresh_backend(self, slot: int) -> None:
         """If the model's weights have been moved or patched since the last prompt."""
-        if self._decoder is not None and not self._fingerprint.holds():
-            self._decoder = None
-            self._decoder = self._choose_backend(slot)
+        if self._backend is not None and not self._fingerprint.holds():
+            self._backend = None
+            self._backend = self._choose_backend(slot)
 
     def _disagreement(self, slot: int, backend: Backend) -> str | None:
         """How a backend's logits differ from those of the model's own forward, or None."""
@@ -428,9 +428,9 @@ class ModelRunner:
         self._linears.enabled = False  # the model's very own arithmetic
         theirs = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
         self._linears.enabled = True
-        self._decoder = backend
+        self._backend = backend
         ours = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
-        self._decoder = None
+        self._backend = None
         self.cache.tokens_in[slot].clear()
         gap = float((theirs - ours).norm() / theirs.norm().clamp(min=1e-6))
         if not gap < backend.tolerance:

@@ -52,7 +52,7 @@ class EagleTask:
         probs = target_probs(last_hidden[chains.positions], self._lm_head)
         total = probs.new_zeros((), dtype=torch.float32)
         for depth, hidden in enumerate(chains.outputs(self.head, self._embed)):
-            normed = self.head.spoken(hidden.flatten(0, 1)[chains.nodes(depth)])
+            normed = self.head.normed_output(hidden.flatten(0, 1)[chains.nodes(depth)])
             loss = soft_cross_entropy(normed, self.head.lm_head.weight, probs)
             total = total + self._depth_decay**depth * loss
         return total
@@ -63,7 +63,7 @@ class EagleTask:
         for batch in self._held_out.once():
             chains, hits = Chains(batch, self._depth), []
             for depth, hidden in enumerate(chains.outputs(self.head, self._embed)):
-                normed = self.head.spoken(hidden)
+                normed = self.head.normed_output(hidden)
                 moments.add(normed)
                 token = self.head.tokens[self.head.lm_head(normed).argmax(-1)]
                 hits.append(token == batch.tokens[:, chains.first + 2 + depth :])
@@ -78,9 +78,9 @@ class EagleTask:
         io.save(
             self.head,
             folder,
-            with_vocabulary=self._trains_lm_head,
+            with_lm_head=self._trains_lm_head,
             target=self._name,
-            guesses=self._depth,
+            num_speculative_tokens=self._depth,
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftahead.drafters.early_exit import io
 from draftahead.drafters.early_exit.adapter import ExitAdapter
 from draftahead.models.support import last_norm
 from draftahead.train.acceptance import Acceptance, next_token_acceptance
@@ -43,4 +44,4 @@ class ExitTask:
         return token if self.adapter.tokens is None else self.adapter.tokens[token]
 
     def save(self, folder: Path) -> None:
-        self.adapter.save(folder)
+        io.save(self.adapter, folder)

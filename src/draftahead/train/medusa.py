@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftahead.drafters.medusa.heads import MedusaHeads, likeliest_tree
-from draftahead.drafters.medusa.io import save_heads
+from draftahead.drafters.medusa import io
+from draftahead.drafters.medusa.heads import MedusaHeads
+from draftahead.drafters.medusa.tree import likeliest_tree
 from draftahead.train.acceptance import Acceptance, AcceptanceSimulation, stack_depths
 from draftahead.train.batches import TrainBatch, TrainBatches
 from draftahead.train.eagle import Chains
@@ -74,8 +75,8 @@ class MedusaTask:
                 hits.append(hit[..., 0])
             simulation.add(stack_depths(hits), batch.loss_mask)
         tree = likeliest_tree((correct / count.clamp(min=1)).tolist(), TREE_NODES)
-        self.heads.choices = tuple(path for path, _ in tree)
+        self.heads.choices = tuple(node.path for node in tree)
         return simulation.result()
 
     def save(self, folder: Path) -> None:
-        save_heads(self.heads, folder, vocabulary=self._vocab_size, base=self._name or None)
+        io.save(self.heads, folder, vocab_size=self._vocab_size, target=self._name)

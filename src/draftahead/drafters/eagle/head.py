@@ -1,10 +1,12 @@
-"""The EAGLE-3 head (Li et al., arXiv 2503.01840): a decoder layer over the target's own states.
+"""The EAGLE-3 head (Li et al., arXiv 2503.01840): decoder layers over the target's hidden states.
 
-For every token that the target has read, its states after a few layers are fused into one feature.
-The head sees that feature beside the embedding of the token that came next, and says what comes
-after. Where the target has not been yet, the head's own output stands in for the feature.
+For every token that the target has read, its hidden states after a few layers are fused into one
+feature. The head reads the feature of token j beside the embedding of token j + 1 and predicts
+token j + 2. Behind the last token that the target has read, the head's own output takes the place
+of the feature.
 
-Shapes: B texts, N nodes, H hidden, W watched states, D draft vocabulary.
+Shapes: B sequences, N nodes, H hidden size of the head, H' of the target, W hidden states of a
+token (one per depth), D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -19,14 +21,19 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftahead.drafters.eagle.screening import Screening
+from draftahead.drafters.rms_norm import RMSNorm
+from draftahead.models.support import text_config
 
-# Layer, queries [B, heads, N, width], keys, values [B, key heads, N, width] -> mixed values, as
-# the queries. Over which keys it looks besides these is the caller's affair.
+# Layer, queries [B, num_heads, N, head_dim], keys and values [B, num_kv_heads, N, head_dim] of the
+# nodes -> mixed values, shaped as the queries. Which earlier KV entries it reads is up to the
+# caller.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+CosSin = tuple[Tensor, Tensor]  # of the rotary embedding
 
 
 class EagleConfig:
-    """A llama's configuration for the layers, and what is an EAGLE head's own."""
+    """A llama configuration for the layers, and what only an EAGLE head has."""
 
     def __init__(
         self,
@@ -41,76 +48,72 @@ class EagleConfig:
         norm_output: bool = False,
     ) -> None:
         self.layer = layer
-        self.draft_vocabulary = draft_vocabulary
-        self.depths = depths  # the target's states that are fused: after so many layers
+        self.draft_vocabulary = draft_vocabulary  # tokens that the head can predict
+        self.depths = depths  # the target's hidden states after so many layers are fused
         self.target_hidden = target_hidden or int(layer.hidden_size)
-        self.norm_before_residual = norm_before_residual  # the residual carries the normed feature
-        self.norm_before_fuse = norm_before_fuse  # one norm over all the states side by side
-        self.norm_each = norm_each  # one for each of them
-        self.norm_output = norm_output  # what is fed back is normed as for the vocabulary
+        self.norm_before_residual = norm_before_residual  # the residual starts normed
+        self.norm_before_fuse = norm_before_fuse  # one norm over all hidden states side by side
+        self.norm_each = norm_each  # one norm for each of them
+        self.norm_output = norm_output  # an output is normed before it is fed back
 
     @property
-    def width(self) -> int:
-        """Of an attention head."""
-        return int(
-            getattr(self.layer, "head_dim", None)
-            or self.layer.hidden_size // self.layer.num_attention_heads
-        )
+    def head_dim(self) -> int:
+        stated = getattr(self.layer, "head_dim", None)
+        return int(stated or self.layer.hidden_size // self.layer.num_attention_heads)
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
+class EagleAttention(nn.Module):
+    """Grouped-query attention over inputs of `input_size`."""
+
+    def __init__(self, config: EagleConfig, input_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: EagleConfig, inputs: int) -> None:
-        super().__init__()
-        c, width = config.layer, config.width
+        c, head_dim = config.layer, config.head_dim
         bias = bool(getattr(c, "attention_bias", False))
-        self.heads, self.key_heads = int(c.num_attention_heads), int(c.num_key_value_heads)
-        self.q_proj = nn.Linear(inputs, self.heads * width, bias=bias)
-        self.k_proj = nn.Linear(inputs, self.key_heads * width, bias=bias)
-        self.v_proj = nn.Linear(inputs, self.key_heads * width, bias=bias)
-        self.o_proj = nn.Linear(self.heads * width, int(c.hidden_size), bias=bias)
+        self.num_heads = int(c.num_attention_heads)
+        self.num_kv_heads = int(c.num_key_value_heads)
+        self.q_proj = nn.Linear(input_size, self.num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, self.num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, self.num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * head_dim, int(c.hidden_size), bias=bias)
 
     def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, index: int, wanted: int
+        self, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, num_outputs: int
     ) -> Tensor:
-        cos, sin = turn
-        query = _turned(
-            self._split(self.q_proj(x[:, -wanted:]), self.heads),
-            cos[:, :, -wanted:],
-            sin[:, :, -wanted:],
-        )
-        key = _turned(self._split(self.k_proj(x), self.key_heads), cos, sin)
-        mixed = attend(index, query, key, self._split(self.v_proj(x), self.key_heads))
+        """x [B, N, input_size] -> [B, num_outputs, H], of the last nodes."""
+        cos, sin = cos_sin
+        last = slice(-num_outputs, None)
+        query = self._split(self.q_proj(x[:, last]), self.num_heads)
+        key = self._split(self.k_proj(x), self.num_kv_heads)
+        value = self._split(self.v_proj(x), self.num_kv_heads)
+        query = _rotated(query, cos[:, :, last], sin[:, :, last])
+        mixed = attend(layer, query, _rotated(key, cos, sin), value)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-class FeedForward(nn.Module):
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in llama's layout: the two halves of head_dim are rotated as pairs."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class EagleMLP(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        hidden, inner = int(config.hidden_size), int(config.intermediate_size)
+        hidden, intermediate = int(config.hidden_size), int(config.intermediate_size)
         bias = bool(getattr(config, "mlp_bias", False))
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class Layer(nn.Module):
-    """A decoder layer. The first one of a head sees the embedding beside the feature."""
+class EagleLayer(nn.Module):
+    """A decoder layer. The first one of a head reads the embedding beside the feature."""
 
     def __init__(self, config: EagleConfig, *, is_first: bool) -> None:
         super().__init__()
@@ -118,64 +121,65 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(hidden, eps)
         if is_first:
             self.hidden_norm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(config, 2 * hidden if is_first else hidden)
+        self.self_attn = EagleAttention(config, 2 * hidden if is_first else hidden)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = FeedForward(config.layer)
+        self.mlp = EagleMLP(config.layer)
         self._is_first, self._norms_residual = is_first, config.norm_before_residual
 
     def forward(
         self,
         embedded: Tensor,
         hidden: Tensor,
-        turn: tuple[Tensor, Tensor],
+        cos_sin: CosSin,
         attend: Attend,
-        at: int,
-        wanted: int,
+        layer: int,
+        num_outputs: int,
     ) -> Tensor:
-        seen, hidden = self.entrance(embedded, hidden)
-        hidden = hidden[:, -wanted:] + self.self_attn(seen, turn, attend, at, wanted)
+        x, residual = self.input_projection(embedded, hidden)
+        mixed = self.self_attn(x, cos_sin, attend, layer, num_outputs)
+        hidden = residual[:, -num_outputs:] + mixed
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
-    def entrance(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention looks at, and what the residual starts from."""
+    def input_projection(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of the attention, [B, N, 2 * H] in the first layer, and the residual
+        [B, N, H]."""
         if not self._is_first:
             return self.input_layernorm(hidden), hidden
         normed = self.hidden_norm(hidden)
-        seen = torch.cat([self.input_layernorm(embedded), normed], -1)
-        return seen, normed if self._norms_residual else hidden
+        x = torch.cat([self.input_layernorm(embedded), normed], -1)
+        return x, normed if self._norms_residual else hidden
 
 
 class EagleHead(nn.Module):
-    """Names as in published heads. The embedding is the target's and is passed in, unless the head
-    brings one of its own."""
+    """Parameters are named as in published heads. The embedding is the target's and is passed in,
+    unless the head has one of its own."""
 
     def __init__(self, config: EagleConfig, *, own_embedding: bool = False) -> None:
         super().__init__()
         c, self.config = config.layer, config
-        hidden, eps, states = int(c.hidden_size), float(c.rms_norm_eps), len(config.depths)
+        hidden, eps, count = int(c.hidden_size), float(c.rms_norm_eps), len(config.depths)
         if own_embedding:
             self.embed_tokens = nn.Embedding(int(c.vocab_size), hidden)
         if config.norm_before_fuse:
-            self.input_norm = RMSNorm(states * config.target_hidden, eps)
+            self.input_norm = RMSNorm(count * config.target_hidden, eps)
         if config.norm_each:
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden, eps) for _ in range(states))
-        self.fc = nn.Linear(states * config.target_hidden, hidden, bias=False)
-        count = int(c.num_hidden_layers)
-        self.layers = nn.ModuleList(Layer(config, is_first=i == 0) for i in range(count))
+            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden, eps) for _ in range(count))
+        self.fc = nn.Linear(count * config.target_hidden, hidden, bias=False)
+        layers = range(int(c.num_hidden_layers))
+        self.layers = nn.ModuleList(EagleLayer(config, is_first=i == 0) for i in layers)
         self.norm = RMSNorm(hidden, eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocabulary, bias=False)
-        # Draft token -> the target's.
-        self.tokens: Tensor
+        self.tokens: Tensor  # [D] the target's token of each draft token
         self.register_buffer("tokens", torch.arange(config.draft_vocabulary))
         self.rotary = LlamaRotaryEmbedding(c)
-        self.screening: Screening | None = None  # for guesses from fewer bytes, on a CPU
+        self.screening: Screening | None = None  # approximate logits from fewer bytes, on a CPU
 
-    def feature(self, states: Tensor) -> Tensor:
-        """The target's states [..., W, H'] -> what the layers go by, [..., H]."""
+    def feature(self, hidden_states: Tensor) -> Tensor:
+        """The target's hidden states [..., W, H'] -> features [..., H]."""
         if self.config.norm_each:
-            parts = zip(self.fc_norm, states.unbind(-2), strict=True)
-            states = torch.stack([norm(state) for norm, state in parts], -2)
-        joined = states.flatten(-2)
+            each = zip(self.fc_norm, hidden_states.unbind(-2), strict=True)
+            hidden_states = torch.stack([norm(hidden) for norm, hidden in each], -2)
+        joined = hidden_states.flatten(-2)
         if self.config.norm_before_fuse:
             joined = self.input_norm(joined)
         return self.fc(joined)  # type: ignore[no-any-return]
@@ -186,32 +190,26 @@ class EagleHead(nn.Module):
         hidden: Tensor,
         positions: Tensor,
         attend: Attend,
-        wanted: int | None = None,
+        num_outputs: int | None = None,
     ) -> Tensor:
-        """Embeddings of tokens and features (or earlier outputs) of those before them, both
-        [B, N, H], at positions [B, N] -> what stands in for their own features, [B, N, H]: of the
-        last `wanted`, where the others are there for their keys alone."""
+        """Embeddings of tokens, and the features or outputs of the tokens before them, both [B, N,
+        H], at positions [B, N] -> outputs [B, N, H], which stand in for the features of the tokens.
+        `num_outputs`: only of the last so many; of the others only keys and values count."""
         cos, sin = self.rotary(hidden, positions)
-        turn, nodes = (cos[:, None], sin[:, None]), hidden.shape[1]
+        cos_sin, num_nodes = (cos[:, None], sin[:, None]), hidden.shape[1]
         for index, layer in enumerate(self.layers):
             is_last = index == len(self.layers) - 1
-            asked = wanted if is_last and wanted is not None else nodes
-            hidden = layer(embedded, hidden, turn, attend, index, asked)
+            count = num_outputs if is_last and num_outputs is not None else num_nodes
+            hidden = layer(embedded, hidden, cos_sin, attend, index, count)
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def spoken(self, hidden: Tensor) -> Tensor:
-        """An output as the vocabulary's rows take it."""
+    def normed_output(self, hidden: Tensor) -> Tensor:
+        """An output [..., H] as the lm_head reads it."""
         return hidden if self.config.norm_output else self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Over the draft vocabulary, [..., D]."""
-        return self.lm_head(self.spoken(hidden))  # type: ignore[no-any-return]
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves turned against each other, as llama does."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+        """Outputs [..., H] -> logits over the draft vocabulary [..., D]."""
+        return self.lm_head(self.normed_output(hidden))  # type: ignore[no-any-return]
 
 
 def new_head(
@@ -220,15 +218,38 @@ def new_head(
     *,
     depths: tuple[int, ...],
     layers: int = 1,
-    inner: int | None = None,
+    intermediate_size: int | None = None,
 ) -> EagleHead:
-    """An untrained head for a target, in float32 on its device. `tokens`: the draft vocabulary, in
-    order. Its head starts as the target's rows for them, its last norm as the target's."""
-    text = model.config.get_text_config(decoder=True)
+    """An untrained head for a target, in float32 on its device. `tokens` [D]: the draft vocabulary,
+    ascending. The lm_head and the last norm start as the target's."""
+    text = text_config(model)
+    config = EagleConfig(
+        _layer_config(text, layers, intermediate_size),
+        draft_vocabulary=len(tokens),
+        depths=depths,
+        # Hidden states are larger after deeper layers, and very large for a few tokens: without
+        # norms these dominate the others.
+        norm_before_residual=True,
+        norm_each=True,
+    )
+    head = EagleHead(config).to(model.device)
+    head.tokens.copy_(tokens)
+    with torch.no_grad():
+        vocab_rows = model.get_output_embeddings().weight[head.tokens]
+        head.lm_head.weight.copy_(vocab_rows)
+        norm = getattr(model.get_decoder(), "norm", None)
+        if norm is not None and getattr(norm, "weight", vocab_rows).shape == head.norm.weight.shape:
+            head.norm.weight.copy_(norm.weight)
+    return head
+
+
+def _layer_config(text: Any, layers: int, intermediate_size: int | None) -> LlamaConfig:
+    """Layers as wide as the target's."""
     rope = getattr(text, "rope_parameters", None) or {}
-    layer = LlamaConfig(
+    own_size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return LlamaConfig(
         hidden_size=text.hidden_size,
-        intermediate_size=inner or getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate_size=intermediate_size or own_size,
         num_hidden_layers=layers,
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
@@ -239,20 +260,3 @@ def new_head(
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
         tie_word_embeddings=False,
     )
-    config = EagleConfig(
-        layer,
-        draft_vocabulary=len(tokens),
-        depths=depths,
-        # States grow with depth, and a few tokens' are huge: without norms they drown the rest.
-        norm_before_residual=True,
-        norm_each=True,
-    )
-    head = EagleHead(config).to(model.device)
-    head.tokens.copy_(tokens)
-    with torch.no_grad():
-        rows = model.get_output_embeddings().weight[head.tokens]
-        head.lm_head.weight.copy_(rows)
-        norm = getattr(model.get_decoder(), "norm", None)
-        if norm is not None and getattr(norm, "weight", rows).shape == head.norm.weight.shape:
-            head.norm.weight.copy_(norm.weight)
-    return head

@@ -1,9 +1,9 @@
 """The first layers of the target draft, with its own norm and LM head behind them (LayerSkip,
 Elhoushi et al., arXiv 2404.16710; Kangaroo, Liu et al., arXiv 2404.18911).
 
-Weights and KV entries are the target's. A trained adapter may stand between the last of these layers
-and the norm; without one the drafts are as good as the model's early layers happen to be, which is
-little unless it was trained for it.
+Weights and KV entries are the target's. A trained adapter may stand between the last of these
+layers and the norm; without one the drafts are as good as the model's early layers happen to be,
+which is little unless it was trained for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter, DrafterContext, positive
-from draftahead.drafters.early_exit.adapter import load_adapter
+from draftahead.drafters.early_exit import io
 from draftahead.drafters.registry import register
 from draftahead.drafters.self_draft import SelfDraft
 from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder
@@ -42,7 +42,7 @@ class EarlyExit(Drafter):
         most = int(text_config(model).num_hidden_layers)
         if adapter is not None and not isinstance(adapter, str | Path):
             raise ConfigError(f"drafter 'early_exit': {adapter!r} is no path of an adapter")
-        loaded = None if adapter is None else load_adapter(adapter, model)
+        loaded = None if adapter is None else io.load(adapter, model)
         usual = max(1, round(most / 3)) if loaded is None else loaded.config.layers
         count = positive("layers", layers, most, usual)
         if loaded is not None and count != usual:

@@ -1,20 +1,19 @@
-"""Medusa heads draft from the target's last state (Cai et al., arXiv 2401.10774).
+"""Medusa heads draft from the target's last hidden state (Cai et al., arXiv 2401.10774).
 
-Asked for a number of guesses, they draw a chain of so many, one by each head. Left to themselves
-they make a tree of the likeliest products of candidates: of a shape that calibration data showed
-to be good, if one came with the heads, else of the shape that this step's probabilities make the
-best.
+Asked for a number of tokens, they sample a chain of so many, one by each head. Otherwise they draft
+a tree of the candidates of all heads: of the shape that came with the heads or was asked for, else
+of the nodes that this step's probabilities make the most confident.
 
-The state that they go by is that of the last token before the root, as the step that scored it
-left it in the target's cache. The prompt's was not scored: the first step goes without guesses.
+They read the hidden state of the token before the root, which the forward that verified it has
+stored. A prefill computes no last hidden states, so the first step has no draft.
 """
 
 from __future__ import annotations
 
 import copy
-import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +24,37 @@ from draftahead.core.device import small_tensor
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter, DrafterContext, positive
-from draftahead.drafters.medusa.heads import Branch, MedusaHeads, checked_tree, likeliest_tree
-from draftahead.drafters.medusa.io import load_heads
+from draftahead.drafters.medusa import io
+from draftahead.drafters.medusa.heads import MedusaHeads
+from draftahead.drafters.medusa.tree import (
+    MedusaNode,
+    fixed_tree,
+    likeliest_tree,
+    validated_paths,
+)
 from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
 
-NODES = 15  # of a tree whose shape is free, the root aside
-CANDIDATES = 8  # of each head, there
-LEAST = 0.01  # likelihood below which a guess is not worth its row
+MAX_NODES = 15  # drafted nodes, where the number is not asked for: what one forward takes cheaply
+# Candidates of each head, where no tree says which are needed. More find unlikely tokens, at the
+# cost of a longer list to read from the device.
+CANDIDATES = 8
+MIN_CONFIDENCE = 0.01  # nodes below it do not repay their share of the verification
+
+
+class Candidates(NamedTuple):
+    """The best candidates of one head for one sequence, best first."""
+
+    probs: list[float]
+    tokens: list[float]  # token ids, as floats
 
 
 @register("medusa")
 class Medusa(Drafter):
+    """Drafts with trained Medusa heads."""
+
     def __init__(
         self,
         context: DrafterContext,
@@ -47,116 +63,118 @@ class Medusa(Drafter):
         num_speculative_tokens: int | None = None,
         tree: int | list[list[int]] | None = None,
     ) -> None:
-        target = context.target_runner("medusa")
-        text = text_config(target.model)
-        self.target, self.depths = target, (int(text.num_hidden_layers),)
-        self.heads = heads = _heads(model, target.model)
-        self.count: int | None = None  # of guesses in a chain that is drawn
+        """A tree that is asked for, by its number of nodes or its paths, is verified as it is; of
+        one that came with the heads, the policy verifies as much as pays."""
+        if tree is not None and num_speculative_tokens is not None:
+            raise ConfigError("give medusa 'tree' or 'num_speculative_tokens', not both")
+        self.target = context.target_runner("medusa")
+        self.heads = heads = _heads(model, self.target.model)
+        self.adaptive = num_speculative_tokens is None and tree is None
+        self.count: int | None = None  # tokens of a chain that is sampled
         if num_speculative_tokens is not None:
-            if tree is not None:
-                raise ConfigError("give medusa 'tree' or 'num_speculative_tokens', not both")
             self.count = positive("num_speculative_tokens", num_speculative_tokens, len(heads))
-        # A tree that was asked for is scored as it is: of a shape, or of a number of guesses. One
-        # that came along is scored as far as it pays.
-        self.adaptive = self.count is None and tree is None
-        self.nodes = positive("tree", tree) if isinstance(tree, int) else NODES
-        self.tree = list(heads.choices) if tree is None else []
+        self.max_nodes = positive("tree", tree) if isinstance(tree, int) else MAX_NODES
+        self.paths = list(heads.choices) if tree is None else []
         if tree is not None and not isinstance(tree, int):
-            self.tree = checked_tree("tree", tree, len(heads))
-        self.candidates = 1 + max((max(branch) for branch in self.tree), default=CANDIDATES - 1)
-        self.head = heads.output_for(target.model)
-        parts = [heads] if self.head is None else [heads, self.head]
-        self._linears = SmallBatchLinears(nn.ModuleList(parts))
-        self._rows = torch.arange(context.max_batch, device=context.device)
-        target.capture_hidden(self.depths)
+            self.paths = validated_paths("tree", tree, len(heads))
+        self.num_candidates = 1 + max((max(path) for path in self.paths), default=CANDIDATES - 1)
+        self.lm_head = heads.target_lm_head(self.target.model)
+        modules = [heads] if self.lm_head is None else [heads, self.lm_head]
+        self._linears = SmallBatchLinears(nn.ModuleList(modules))
+        self._slots = torch.arange(context.max_batch, device=context.device)
+        self._depths = (int(text_config(self.target.model).num_hidden_layers),)
+        self.target.capture_hidden(self._depths)
 
     @one_thread()
     def propose(self, batch: Batch) -> Draft | None:
         max_depths = [
-            room if sequence.num_generated else 0
-            for sequence, room in zip(batch.sequences, batch.max_depths, strict=True)
+            max_depth if sequence.num_generated else 0
+            for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True)
         ]
         if not any(max_depths):
             return None
         logits = self._logits(batch)
         if self.count is None:
-            return self._branch(batch, logits, max_depths)
-        going = None if all(max_depths) else torch.tensor([room > 0 for room in max_depths])
-        for index in range(min(self.count, max(max_depths))):
-            said = logits[:, index]
-            if self.heads.tokens is not None:
-                said = scatter_to_vocab(said, self.heads.tokens, self.target.vocab_size)
-            batch.draft_sampler.draw(said, going)
-        return None  # the dice hold the draft
+            return self._build_trees(batch, logits, max_depths)
+        self._sample_chains(batch, logits, max_depths, self.count)
+        return None  # the draft sampler holds the draft
 
     def _logits(self, batch: Batch) -> Tensor:
-        """What each head says for each text, over the draft vocabulary: [B, K, D]."""
-        lengths = [len(sequence.tokens) for sequence in batch.sequences]
-        before = [[max(0, length - 2)] for length in lengths]
-        slots = small_tensor(before, torch.int64, self._rows.device)
-        states = self.target.hidden_states(self.depths, self._rows[: len(slots)], slots)[:, 0, 0]
+        """Logits of every head for every sequence, over the draft vocabulary: [B, K, D]."""
+        before_root = [[max(0, len(sequence.tokens) - 2)] for sequence in batch.sequences]
+        entries = small_tensor(before_root, torch.int64, self._slots.device)
+        slots = self._slots[: len(before_root)]
+        hidden = self.target.hidden_states(self._depths, slots, entries)[:, 0, 0]
         with self._linears:
-            return self.heads.logits(states, self.head)[..., : self.target.vocab_size]
+            return self.heads.logits(hidden, self.lm_head)[..., : self.target.vocab_size]
 
-    def _branch(self, batch: Batch, logits: Tensor, max_depths: list[int]) -> Draft | None:
-        """Trees of the heads' best candidates; reads back once."""
-        depth = min(len(self.heads), max(max_depths))
-        at = [(row, index) for row, room in enumerate(max_depths) if room for index in range(depth)]
-        rows = [row for row, _ in at]
-        # Penalties look at the guesses before: taken to be each head's best.
-        said = [[0] * depth] * len(max_depths)
-        if any(sequence.has_processors for sequence in batch.sequences):
-            best = logits.argmax(-1)
-            said = (best if self.heads.tokens is None else self.heads.tokens[best]).tolist()
-        paths = [tuple(said[row][:index]) for row, index in at]
-        seen = logits[rows, [index for _, index in at]]
-        draft_tokens = self.heads.tokens
-        weights, tokens = batch.draft_sampler.noise_coupled_topk(
-            seen, rows, paths, self.candidates, draft_tokens
-        )
-        both = torch.stack([weights, tokens.to(weights)], 1).tolist()
-        found = dict(zip(at, both, strict=True))
-        trees: list[list[tuple[int, int]]] = []
-        confidence: list[list[float]] = []
-        for row, room in enumerate(max_depths):
-            levels = [found[row, index] for index in range(min(depth, room))]
-            tree = self._shape([chances for chances, _ in levels])
-            place: dict[Branch, int] = {(): 0}
-            for branch, _ in tree:
-                place[branch] = len(place)
-            trees.append(
-                [
-                    (int(levels[len(branch) - 1][1][branch[-1]]), place[branch[:-1]])
-                    for branch, _ in tree
-                ]
-            )
-            confidence.append([chance for _, chance in tree])
+    def _sample_chains(
+        self, batch: Batch, logits: Tensor, max_depths: Sequence[int], count: int
+    ) -> None:
+        active = None if all(max_depths) else torch.tensor([depth > 0 for depth in max_depths])
+        for head in range(min(count, max(max_depths))):
+            own = logits[:, head]
+            if self.heads.tokens is not None:
+                own = scatter_to_vocab(own, self.heads.tokens, self.target.vocab_size)
+            batch.draft_sampler.draw(own, active)
+
+    # ------------------------------------------------------------------------------- trees
+
+    def _build_trees(self, batch: Batch, logits: Tensor, max_depths: Sequence[int]) -> Draft | None:
+        candidates = self._candidates(batch, logits, max_depths)
+        trees = [self._tree(heads) for heads in candidates]
         if not any(trees):
             return None
-        return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
-
-    def _shape(self, chances: list[list[float]]) -> list[tuple[Branch, float]]:
-        """The nodes of one text's tree, and how likely each is reached and right."""
-        if not self.tree:
-            return likeliest_tree(chances, self.nodes, LEAST if self.adaptive else 0.0)
-        return [
-            (branch, math.prod(row[i] for row, i in zip(chances, branch, strict=False)))
-            for branch in self.tree
-            if len(branch) <= len(chances)
-            and all(i < len(row) for row, i in zip(chances, branch, strict=False))
+        tokens = [
+            [(int(heads[len(node.path) - 1].tokens[node.path[-1]]), node.parent) for node in nodes]
+            for heads, nodes in zip(candidates, trees, strict=True)
         ]
+        confidence = [[node.confidence for node in nodes] for nodes in trees]
+        return Draft.trees(batch.roots, tokens, confidence if self.adaptive else None)
 
+    def _tree(self, heads: Sequence[Candidates]) -> list[MedusaNode]:
+        probs = [candidates.probs for candidates in heads]
+        if self.paths:
+            return fixed_tree(self.paths, probs)
+        return likeliest_tree(probs, self.max_nodes, MIN_CONFIDENCE if self.adaptive else 0.0)
 
-def _heads(wanted: Any, target: Any) -> MedusaHeads:
-    if wanted is None:
-        raise ConfigError("drafter 'medusa' needs 'model': the folder, file or hub id of its heads")
-    if isinstance(wanted, str | Path):
-        return load_heads(wanted, target)
-    if not isinstance(wanted, MedusaHeads):
-        raise ConfigError(f"drafter 'medusa': {wanted!r} is no Medusa heads and no path of them")
-    hidden = int(text_config(target).hidden_size)
-    if wanted.hidden != hidden:
-        raise ConfigError(
-            f"these heads are for a hidden size of {wanted.hidden}, and the target's is {hidden}"
+    def _candidates(
+        self, batch: Batch, logits: Tensor, max_depths: Sequence[int]
+    ) -> list[list[Candidates]]:
+        """For each sequence the candidates of every head up to its depth; reads back once."""
+        num_heads = [min(len(self.heads), max_depth) for max_depth in max_depths]
+        at = [(b, head) for b, count in enumerate(num_heads) for head in range(count)]
+        sequences, heads = [b for b, _ in at], [head for _, head in at]
+        chains = self._assumed_chains(batch, logits)
+        paths = [tuple(chains[b][:head]) for b, head in at]
+        probs, tokens = batch.draft_sampler.noise_coupled_topk(
+            logits[sequences, heads], sequences, paths, self.num_candidates, self.heads.tokens
         )
-    return copy.deepcopy(wanted).to(device=target.device, dtype=target.dtype)
+        read = iter(torch.stack([probs, tokens.to(probs)], 1).tolist())
+        return [[Candidates(*next(read)) for _ in range(count)] for count in num_heads]
+
+    def _assumed_chains(self, batch: Batch, logits: Tensor) -> list[list[int]]:
+        """The path that a head's predictions are assumed to follow, [B][K]: the best token of every
+        head. Only processors depend on its tokens; without them only its length counts."""
+        if not any(sequence.has_processors for sequence in batch.sequences):
+            return [[0] * len(self.heads)] * len(batch.sequences)
+        best = logits.argmax(-1)
+        chains: list[list[int]] = (
+            best if self.heads.tokens is None else self.heads.tokens[best]
+        ).tolist()
+        return chains
+
+
+def _heads(model: Any, target: Any) -> MedusaHeads:
+    if model is None:
+        raise ConfigError("drafter 'medusa' needs 'model': the folder, file or hub id of its heads")
+    if isinstance(model, str | Path):
+        return io.load(model, target)
+    if not isinstance(model, MedusaHeads):
+        raise ConfigError(f"drafter 'medusa': {model!r} is no Medusa heads and no path of them")
+    hidden = int(text_config(target).hidden_size)
+    if model.hidden != hidden:
+        raise ConfigError(
+            f"these heads are for a hidden size of {model.hidden}, and the target's is {hidden}"
+        )
+    return copy.deepcopy(model).to(device=target.device, dtype=target.dtype)

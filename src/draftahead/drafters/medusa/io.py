@@ -1,4 +1,4 @@
-"""Medusa heads as files: published layouts in, a layout that servers read out."""
+"""Medusa heads as files: loads the published layouts, saves one that other servers load."""
 
 from __future__ import annotations
 
@@ -10,29 +10,23 @@ from torch import Tensor, nn
 
 from draftahead.drafters.head_files import (
     config_beside,
-    located,
-    plain_state,
+    dequantized_state,
+    find_weights,
     tensors_in,
     write_config,
     write_tensors,
 )
-from draftahead.drafters.medusa.heads import MedusaHeads, checked_tree
+from draftahead.drafters.medusa.heads import MedusaHeads
+from draftahead.drafters.medusa.tree import validated_paths
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 
-FILE = "medusa_lm_head.safetensors"
-
-
-FILES = (FILE, "medusa_lm_head.pt", "model.safetensors")
-
-
-PADDING = 128  # rows by which vocabularies may differ and still hold the same tokens
-
-
+WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
+# Rows by which a published lm_head may differ from the target's and still hold the same tokens:
+# published ones are padded to a multiple of it.
+VOCAB_PADDING = 128
 PREFIX = re.compile(r"medusa_heads?\.")
-
-
-# Published names, and vLLM's -> those of `MedusaHeads.parts`.
+# Published names, and vLLM's -> those of `MedusaHeads.published_tensors`.
 NAMES = {
     re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)"): r"\1.\2.linear.\3",
     re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"): r"\1.\2.linear.\3",
@@ -43,101 +37,136 @@ NAMES = {
 }
 
 
-def load_heads(source: str | Path, model: Any) -> MedusaHeads:
-    """Heads from a folder, a file or a hub id, for a target, on its device and in its dtype."""
-    file = located(source, FILES)
-    tensors = {_name(name): held for name, held in tensors_in(file, _of_heads).items()}
-    numbers = [name.split(".") for name in tensors if ".linear." in name]
-    if not numbers:
-        raise ConfigError(f"{file} holds no Medusa heads")
-    # The file is what counts: published configurations name fewer heads than there are.
-    heads = 1 + max(int(part[0]) for part in numbers)
-    layers = 1 + max(int(part[1]) for part in numbers)
-    rows = [held.shape[0] for name, held in tensors.items() if name.startswith("lm_heads.")]
-    if len(rows) not in (0, 1, heads):
-        raise ConfigError(f"{file} has {heads} heads and {len(rows)} output matrices")
-    text = text_config(model)
-    hidden, vocabulary = int(text.hidden_size), int(text.vocab_size)
-    tokens = tensors.get("token_map")
-    if tokens is not None and (tokens.is_floating_point() or tokens.ndim != 1 or not len(tokens)):
-        raise ConfigError(f"{file}: token_map is no list of tokens")
-    _shorten(tensors, rows)
-    found = MedusaHeads(hidden, heads, layers=layers, outputs=rows, tokens=tokens).to(model.dtype)
-    parts = found.parts()
-    for name, expected in parts.items():
-        if name.endswith(".bias"):
-            tensors.setdefault(name, expected)  # of blocks without one
-        if name not in tensors:
-            raise ConfigError(f"{file} is incomplete: {heads} heads, but nothing for {name}")
-        if tensors[name].shape != expected.shape:
-            raise ConfigError(
-                f"{file} holds heads for another model: {name} is {list(tensors[name].shape)} and "
-                f"would be {list(expected.shape)} for this target, whose hidden size is {hidden}"
-            )
-    size = len(tokens) if tokens is not None else vocabulary
-    slack = PADDING if tokens is None else 1
-    if any(abs(count - size) >= slack for count in rows):
-        raise ConfigError(f"{file} holds heads for {rows[0]} tokens, and the target has {size}")
-    if tokens is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise ConfigError(f"{file} maps to tokens outside the target's vocabulary of {vocabulary}")
-    for name, part in parts.items():
-        part.copy_(tensors[name])
+# ----------------------------------------------------------------------------------- loading
+
+
+def load(source: str | Path, model: Any) -> MedusaHeads:
+    """Heads from a folder, a file or a hub id, for a target: in its dtype and on its device."""
+    file = find_weights(source, WEIGHTS)
+    tensors = {_own_name(name): value for name, value in tensors_in(file, _select).items()}
+    heads = _empty_heads(tensors, file, model)
+    _fill(heads, tensors, file)
+    _check_lm_heads(heads, int(text_config(model).vocab_size), file)
     choices = config_beside(file).get("medusa_choices")
     if choices is not None:
-        found.choices = tuple(checked_tree("medusa_choices", choices, heads))
-    return found.to(model.device).eval().requires_grad_(False)
+        heads.choices = tuple(validated_paths("medusa_choices", choices, len(heads)))
+    return heads.to(model.device).eval().requires_grad_(False)
 
 
-def _of_heads(names: list[str]) -> list[str]:
-    """Beside prefixed names lie those of a whole model (Medusa-2); else all must be known."""
+def _select(names: list[str]) -> list[str]:
+    """The names of the heads. Medusa-2 files hold a whole model beside prefixed names; all names of
+    another file must be known."""
     prefixed = [name for name in names if PREFIX.match(name)]
-    unknown = [name for name in prefixed or names if _name(name) == ""]
+    unknown = [name for name in prefixed or names if _own_name(name) == ""]
     if unknown:
         raise ConfigError(f"these are no Medusa heads: unknown tensors {', '.join(unknown[:3])}")
     return prefixed or names
 
 
-def _name(name: str) -> str:
-    """Ours for a name in a file; empty if it is none that heads have."""
+def _own_name(name: str) -> str:
+    """Our name for one in a file; empty if heads have none such."""
     name = PREFIX.sub("", name, count=1)
-    for pattern, ours in NAMES.items():
+    for pattern, own in NAMES.items():
         if match := pattern.fullmatch(name):
-            return match.expand(ours)
+            return match.expand(own)
     return ""
 
 
-def _shorten(tensors: dict[str, Tensor], rows: list[int]) -> None:
-    """One matrix of all tokens beside a map: its rows for the draft vocabulary, as vLLM does."""
+def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHeads:
+    """Heads with the sizes of the tensors. Published configurations state fewer heads than the file
+    holds, so they are not asked."""
+    indices = [name.split(".") for name in tensors if ".linear." in name]
+    if not indices:
+        raise ConfigError(f"{file} holds no Medusa heads")
+    num_heads = 1 + max(int(parts[0]) for parts in indices)
+    num_layers = 1 + max(int(parts[1]) for parts in indices)
     tokens = tensors.get("token_map")
-    if tokens is not None and len(rows) == 1 and rows[0] > len(tokens):
-        tensors["lm_heads.0.weight"] = tensors["lm_heads.0.weight"][tokens]
-        rows[0] = len(tokens)
+    if tokens is not None:
+        _check_tokens(tokens, int(text_config(model).vocab_size), file)
+    lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
+    if len(lm_heads) not in (0, 1, num_heads):
+        raise ConfigError(f"{file} has {num_heads} heads and {len(lm_heads)} lm_heads")
+    if tokens is not None and len(lm_heads) == 1:
+        # An lm_head over all tokens beside a token_map: only those rows are used, as by vLLM.
+        rows = tensors[lm_heads[0]]
+        if len(tokens) < len(rows) and int(tokens.max()) < len(rows):
+            tensors[lm_heads[0]] = rows[tokens]
+    return MedusaHeads(
+        int(text_config(model).hidden_size),
+        num_heads,
+        layers=num_layers,
+        lm_head_sizes=[len(tensors[name]) for name in lm_heads],
+        tokens=tokens,
+    ).to(model.dtype)
 
 
-def save_heads(
+def _check_tokens(tokens: Tensor, vocab_size: int, file: Path) -> None:
+    if tokens.is_floating_point() or tokens.ndim != 1 or not len(tokens):
+        raise ConfigError(f"{file}: token_map is no list of tokens")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ConfigError(f"{file} maps to tokens outside the target's vocabulary of {vocab_size}")
+
+
+def _fill(heads: MedusaHeads, tensors: dict[str, Tensor], file: Path) -> None:
+    targets = heads.published_tensors()
+    for name, target in targets.items():
+        if name.endswith(".bias"):
+            tensors.setdefault(name, target)  # blocks may have none
+        if name not in tensors:
+            raise ConfigError(f"{file} is incomplete: {len(heads)} heads, but nothing for {name}")
+        if tensors[name].shape != target.shape:
+            raise ConfigError(
+                f"{file} holds heads for another model: {name} is {list(tensors[name].shape)} and "
+                f"would be {list(target.shape)} for this target, whose hidden size is "
+                f"{heads.hidden}"
+            )
+    for name, target in targets.items():
+        target.copy_(tensors[name])
+
+
+def _check_lm_heads(heads: MedusaHeads, vocab_size: int, file: Path) -> None:
+    size = vocab_size if heads.tokens is None else len(heads.tokens)
+    slack = VOCAB_PADDING if heads.tokens is None else 1
+    for lm_head in heads.lm_heads:
+        rows = int(lm_head.out_features)  # type: ignore[arg-type]
+        if abs(rows - size) >= slack:
+            raise ConfigError(f"{file} holds heads for {rows} tokens, and the target has {size}")
+
+
+# ------------------------------------------------------------------------------------ saving
+
+
+def save(
     heads: MedusaHeads,
     folder: str | Path,
     *,
-    vocabulary: int,
-    base: str | None = None,
-    head: nn.Module | None = None,
+    vocab_size: int,
+    target: str = "",
+    lm_head: nn.Module | None = None,
 ) -> None:
-    """Published names and a configuration that text-generation-inference and vLLM understand.
-    `vocabulary`, `base`: the target's size and name. `head`: the output matrix that the heads share
-    with it, for servers that want it in the file (vLLM); it is then read back as the heads' own."""
-    tensors = heads.parts()
+    """Saves published names with a configuration that text-generation-inference and vLLM read.
+    `vocab_size`, `target`: the target's size and name. `lm_head`: the target's, for servers that
+    need it in the file (vLLM); `load` then takes it for the heads' own."""
+    tensors = heads.published_tensors()
     is_shared = len(heads.lm_heads) < len(heads)
     for index in range(len(heads.lm_heads)):
         name = "lm_head.weight" if is_shared else f"{index}.{heads.layers}.weight"
         tensors[name] = tensors.pop(f"lm_heads.{index}.weight")
-    if head is not None:
-        tensors["lm_head.weight"] = plain_state(head)["weight"]
+    if lm_head is not None:
+        tensors["lm_head.weight"] = dequantized_state(lm_head)["weight"]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(tensors, folder / WEIGHTS[0])
+    write_config(_config_of(heads, vocab_size, target, is_shared), folder)
+
+
+def _config_of(heads: MedusaHeads, vocab_size: int, target: str, is_shared: bool) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": target or None,
         "hidden_size": heads.hidden,
-        "vocab_size": vocabulary,
+        "vocab_size": vocab_size,
         "medusa_num_heads": len(heads),
         "medusa_num_layers": heads.layers,
         "medusa_fc_bias": True,
@@ -149,7 +178,4 @@ def save_heads(
         config["truncated_vocab_size"] = len(heads.tokens)
     if heads.choices:
         config["medusa_choices"] = [list(path) for path in heads.choices]
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(tensors, folder / FILE)
-    write_config(config, folder)
+    return config

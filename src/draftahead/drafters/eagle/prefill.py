@@ -1,0 +1,100 @@
+"""What the head's KV cache lacks of each sequence's inputs, and how it is brought up to date.
+
+The head keeps KV entries of the inputs that it has read and compares their tokens with the sequence
+at every step. So it can be skipped, switched off or faulty for a while, and what the target
+accepted is read again with the target's own hidden states in place of the head's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftahead.backends.cuda.hf_graph import GraphedPrefill
+from draftahead.core.device import device_of
+from draftahead.core.types import SequenceState
+from draftahead.drafters.eagle.runner import EagleRunner
+from draftahead.kv.cache import CacheView, SlotOwners, slots_from
+from draftahead.models.runner import PREFILL_CHUNK
+
+# Inputs that a sequence may lack and still be computed in one forward with those of the others,
+# which are padded to as many. More pad more; fewer send sequences to a forward of their own sooner.
+MAX_MISSING = 16
+# Inputs of one forward by our CPU kernels, whose buffers hold no more.
+CPU_CHUNK = 64
+
+
+class HeadPrefill:
+    """Compares the head's cache with the sequences of a batch, and computes long gaps at once."""
+
+    def __init__(self, runner: EagleRunner) -> None:
+        self._runner, self._owners = runner, SlotOwners(runner.cache)
+        self._graphs: GraphedPrefill | None = None
+        if device_of(runner.device).is_gpu:
+            self._graphs = GraphedPrefill("the head", self._forward_captured, runner.cache)
+        # Graphs read the target's hidden states at the address at which they were captured.
+        self._captured_with = runner.target.cache.hidden
+
+    def missing(
+        self, sequences: Sequence[SequenceState], has_inputs: Sequence[bool], most: int
+    ) -> list[list[int]]:
+        """The tokens of the inputs that each slot lacks: the last one, which is the root, and up to
+        `most` in all. What lacks more is computed here. A sequence of one token has no input; in
+        its place a dummy is returned."""
+        held, missing = self._runner.cache.tokens_in, []
+        for slot, sequence in enumerate(sequences):
+            is_owner = self._owners.place(sequence.id, slot)
+            tokens = sequence.tokens if has_inputs[slot] else [0, 0]
+            if is_owner and has_inputs[slot]:
+                matching = len(held[slot])  # a sequence only gets longer
+            else:
+                matching = self._runner.cache.matching_prefix(slot, tokens[1:])
+            known = min(matching, len(tokens) - 2)
+            del held[slot][known:]
+            if len(tokens) - 1 - known > most:
+                self.fill(slot, tokens)
+            missing.append(tokens[1 + len(held[slot]) :])
+        return missing
+
+    def commit(self, missing: Sequence[Sequence[int]]) -> None:
+        """These inputs have been computed."""
+        for slot, tokens in enumerate(missing):
+            self._runner.cache.tokens_in[slot].extend(tokens)
+
+    # --------------------------------------------------------------------------- long gaps
+
+    def fill(self, slot: int, tokens: Sequence[int]) -> None:
+        """Computes the KV entries of all missing inputs of a sequence but the last."""
+        runner = self._runner
+        held, end = runner.cache.tokens_in[slot], len(tokens) - 2
+        chunk = PREFILL_CHUNK if runner.cpu is None else CPU_CHUNK
+        runner.target.cache.flush()
+        while len(held) < end:
+            part = list(tokens[1 + len(held) : 1 + min(end, len(held) + chunk)])
+            if not self._fill_by_graph(slot, part, len(held)):
+                runner.forward_inputs(slot, torch.tensor([part]), [len(held)], kv_only=True)
+            held.extend(part)
+
+    def _fill_by_graph(self, slot: int, tokens: list[int], held: int) -> bool:
+        """A chunk as a CUDA graph, where one was captured."""
+        if self._graphs is None:
+            return False
+        hidden = self._runner.target.cache.hidden
+        if self._captured_with is not hidden:
+            self._graphs.graphs.forget()
+            self._captured_with = hidden
+        return self._graphs.run(slot, tokens, held, self._runner.cache.num_entries - 1)
+
+    def _forward_captured(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, view: CacheView, _: bool
+    ) -> Tensor:
+        """The forward of a chunk in slots and entries that only the device knows."""
+        runner = self._runner
+        slots = slots_from(view.first_slot, view.entries)
+        # The head's cache may be longer than the target's: entries behind it are padding.
+        entries = view.entries.clamp(max=runner.target.cache.num_entries - 1)
+        features = runner.features(slots, entries)
+        embedded = runner.embed(tokens).to(features.dtype)
+        return runner.head_forward(embedded, features, positions, mask, view, num_outputs=1)

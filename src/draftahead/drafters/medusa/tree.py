@@ -1,0 +1,79 @@
+"""The tree of candidates that Medusa heads draft: which candidate of each head a node holds.
+
+A node is a path: (1, 0) is the second best candidate of the first head, and behind it the best one
+of the second head. The heads predict independently, so the confidence of a node is the product of
+the probabilities on its path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from draftahead.core import tree
+from draftahead.errors import ConfigError
+from draftahead.models.verifier import MAX_NODES
+
+Path = tuple[int, ...]  # the index of a candidate for each head
+
+
+class MedusaNode(NamedTuple):
+    path: Path
+    parent: int  # index in the tree; the root is 0
+    confidence: float
+
+
+def likeliest_tree(
+    probs: Sequence[Sequence[float]], max_nodes: int, min_confidence: float = 0.0
+) -> list[MedusaNode]:
+    """The `max_nodes` most confident nodes, parents first. `probs[h][i]`: that candidate i of head
+    h is right. Nodes below `min_confidence` are left out, and impossible ones; of equals the one
+    with the smaller path is taken."""
+
+    def children(path: Path, index: int, confidence: float) -> Iterator[MedusaNode]:
+        if len(path) < len(probs):
+            for candidate, prob in enumerate(probs[len(path)]):
+                if confidence * prob > 0:
+                    yield MedusaNode((*path, candidate), index, confidence * prob)
+
+    def expand(node: MedusaNode, index: int) -> Iterator[MedusaNode]:
+        return children(node.path, index, node.confidence)
+
+    roots = children((), 0, 1.0)
+    return tree.best_first(roots, expand, max_nodes, min_confidence, tie_break=lambda n: n.path)
+
+
+def fixed_tree(paths: Sequence[Path], probs: Sequence[Sequence[float]]) -> list[MedusaNode]:
+    """The nodes of a given tree, parents first, as far as there are candidates: a part of `probs`
+    may be left out."""
+    index: dict[Path, int] = {(): 0}
+    found = []
+    for path in paths:
+        fits = len(path) <= len(probs)
+        if fits and all(i < len(own) for own, i in zip(probs, path, strict=False)):
+            index[path] = len(index)
+            confidence = math.prod(own[i] for own, i in zip(probs, path, strict=False))
+            found.append(MedusaNode(path, index[path[:-1]], confidence))
+    return found
+
+
+def validated_paths(name: str, paths: Any, num_heads: int) -> list[Path]:
+    """Paths as in Medusa's `medusa_choices`, checked, parents first. `name`: for the errors."""
+    given: list[Any] = list(paths) if isinstance(paths, list | tuple) else []
+    are_lists = all(isinstance(path, list | tuple) and path for path in given)
+    are_indices = are_lists and all(type(i) is int and i >= 0 for path in given for i in path)
+    if not are_indices or not 1 <= len(given) < MAX_NODES:
+        raise ConfigError(
+            f"{name} must be a list of 1 to {MAX_NODES - 1} paths of candidates, as "
+            "[[0], [1], [0, 0]]"
+        )
+    found = sorted({tuple(path) for path in given}, key=lambda path: (len(path), path))
+    if len(found[-1]) > num_heads:
+        raise ConfigError(
+            f"{name} is {len(found[-1])} deep, and there are {num_heads} Medusa heads"
+        )
+    for path in found:
+        if path[:-1] and path[:-1] not in found:
+            raise ConfigError(f"{name} has {list(path)} without {list(path[:-1])} above it")
+    return found
