@@ -39,7 +39,8 @@ class NgramIndex:
 
 
 def _copied(tokens: list[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on; a copy that reaches the end of the sequence repeats itself."""
+    """`count` tokens from `start` on; a copy that reaches the end of the sequence repeats
+    itself."""
     period = len(tokens) - start
     return [tokens[start + offset % period] for offset in range(count)]
 

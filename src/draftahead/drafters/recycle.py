@@ -1,9 +1,10 @@
 """Token recycling (Luo et al., arXiv 2408.08696): after each token that it verifies, the target has
 logits for what could follow; the best few are remembered for the next time that token occurs.
 
-What was remembered of one request drafts for no other, unless the drafter shares (`shared`) and both
-name the same namespace. What the target predicts after each token by itself depends on no text: such
-a table may be given as a start (`scripts/successors.py` makes it; one comes with smollm2).
+What was remembered of one request drafts for no other, unless the drafter shares (`shared`) and
+both name the same namespace. What the target predicts after each token by itself depends on no
+text: such a table may be given as a start (`scripts/successors.py` makes it; one comes with
+smollm2).
 """
 
 from __future__ import annotations

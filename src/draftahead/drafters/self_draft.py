@@ -1,7 +1,8 @@
 """The target drafts for itself with some of its layers: the same weights, the same KV cache.
 
-The KV entries of the sequence are there already. What such a forward writes lies behind every slot's
-length, where verification writes again and nothing else reads: no draft can change the output.
+The KV entries of the sequence are there already. What such a forward writes lies behind every
+slot's length, where verification writes again and nothing else reads: no draft can change the
+output.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from draftahead.core import tree
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 
-# Levels of a tree, where the number is not asked for. Deeper levels are reached less often than they
-# cost time.
+# Levels of a tree, where the number is not asked for. Deeper levels are reached less often than
+# they cost time.
 MAX_DEPTH = 8
 # Nodes that are expanded at each level. More find more alternatives, for a wider forward per level.
 EXPANDED_PER_LEVEL = 2
@@ -203,8 +203,8 @@ def sampled_chain(
     feed: Feed,
     active: Tensor | None = None,
 ) -> None:
-    """Draws `count` tokens for every sequence, or for those that are `active` [B]; the draft sampler
-    holds the draft. The tokens may be unknown to the host when they are fed."""
+    """Draws `count` tokens for every sequence, or for those that are `active` [B]; the draft
+    sampler holds the draft. The tokens may be unknown to the host when they are fed."""
     for depth in range(count):
         tokens = batch.draft_sampler.draw(logits, active, argmax)
         if depth + 1 < count:
@@ -212,9 +212,9 @@ def sampled_chain(
 
 
 def argmax_chain(batch: Batch, count: int, logits: Tensor, feed: Feed) -> Draft:
-    """`count` tokens for every sequence, each what the target would emit if it had these logits. For
-    drafters whose distribution may be another one when the same text is decoded again: drawn tokens
-    would be others, too."""
+    """`count` tokens for every sequence, each what the target would emit if it had these logits.
+    For drafters whose distribution may be another one when the same text is decoded again: drawn
+    tokens would be others, too."""
     sequences = range(len(batch.sequences))
     chains: list[list[int]] = [[] for _ in sequences]
     for depth in range(count):

@@ -94,8 +94,8 @@ class KVCache:
         self.hidden[slots[:, None], 0, entries] = hidden.flatten(2).to(self.hidden.dtype)
 
     def tensors(self, layers: int | None = None) -> list[Tensor]:
-        """All that is stored, as tensors [parts, slots, heads, entries, dim]; or the keys and values
-        of the first few layers."""
+        """All that is stored, as tensors [parts, slots, heads, entries, dim]; or the keys and
+        values of the first few layers."""
         self.flush()
         if layers is not None:
             counts = Counter(self._sizes[: 2 * layers])
@@ -135,8 +135,8 @@ class KVCache:
         self.version += 1
 
     def move(self, moves: Sequence[Move], layers: int | None = None) -> None:
-        """Moves the entries of nodes behind the length of their slot: all that is stored of them, or
-        the keys and values of the first few layers."""
+        """Moves the entries of nodes behind the length of their slot: all that is stored of them,
+        or the keys and values of the first few layers."""
         self.flush()
         self.version += 1
         lengths = [len(held) for held in self.tokens_in]

@@ -54,8 +54,8 @@ class ModelRunner:
         scratch_entries: int,
         compiled: bool = False,
     ) -> None:
-        """`scratch_entries`: KV entries behind the context, for drafted nodes. `compiled`: on a GPU,
-        layers of a model that our kernels do not support go through torch.compile."""
+        """`scratch_entries`: KV entries behind the context, for drafted nodes. `compiled`: on a
+        GPU, layers of a model that our kernels do not support go through torch.compile."""
         support.refuse_unsupported(model)
         self.model, self.compiled = model, compiled
         self.device: torch.device = model.device

@@ -1,4 +1,5 @@
-"""The acceptance rules: which drafted tokens stay, so that the target's distribution is kept exactly.
+"""The acceptance rules: which drafted tokens stay, so that the target's distribution is kept
+exactly.
 
 p is the target's distribution and q the draft's, both after every processor. The rules are pure
 functions of (p, q, drafted tokens); randomness enters only through `accepts` and `sample_gumbel`.
@@ -319,11 +320,11 @@ def _read(draft: Draft | DeviceDraft) -> Draft:
 def _contexts(batch: Batch, draft: Draft | DeviceDraft) -> list[NodeContext]:
     """Of every node, sequence by sequence. Processors look at the tokens of a path; without them
     only its length matters, and a device need not be waited for."""
-    if isinstance(draft, DeviceDraft) and not any(s.has_processors for s in batch.sequences):
-        if draft.is_chain:
-            chain = [(0,) * depth for depth in range(draft.width)]
-            return [NodeContext(s, path) for s in batch.sequences for path in chain]
-        # Depths of a tree that a device is building are unknown until it is read.
+    has_processors = any(sequence.has_processors for sequence in batch.sequences)
+    # The depths of trees that a device is building are unknown until they are read.
+    if isinstance(draft, DeviceDraft) and draft.is_chain and not has_processors:
+        chain = [(0,) * depth for depth in range(draft.width)]
+        return [NodeContext(s, path) for s in batch.sequences for path in chain]
     known = _read(draft)
     return [
         NodeContext(sequence, path)

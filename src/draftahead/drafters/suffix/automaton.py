@@ -2,8 +2,8 @@
 
 An automaton grows with its text, in constant time per token on average. Its newest state links to
 the longest suffix that occurred earlier; the transitions from there are all that ever followed it,
-and their counts say how likely each one is. From these, and from earlier outputs, the most confident
-nodes become a tree: the longer the match, the deeper it goes.
+and their counts say how likely each one is. From these, and from earlier outputs, the most
+confident nodes become a tree: the longer the match, the deeper it goes.
 """
 
 from __future__ import annotations
