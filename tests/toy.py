@@ -270,3 +270,8 @@ def _finish(
 
 def total_variation(one: Distribution, other: Distribution) -> float:
     return sum(abs(one.get(t, 0.0) - other.get(t, 0.0)) for t in one.keys() | other.keys()) / 2
+
+
+def context_of(**params: object) -> NodeContext:
+    """The root of a sequence with such sampling parameters, everything else switched off."""
+    return NodeContext(World(0, dataclasses.replace(PLAIN, **params)).sequence())  # type: ignore[arg-type]
