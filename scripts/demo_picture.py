@@ -1,4 +1,4 @@
-"""Draws docs/demo.svg: a real run of the demo, as its terminal shows it at the end."""
+"""Draws docs/demo.svg: the terminal at the end of a real run of the demo."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.console import Console
 from draftahead.cli import demo, options
 
 
-class Still:
-    """In place of the live picture, whose every frame would be recorded."""
+class NoUpdates:
+    """In place of rich's Live, whose every frame would be recorded."""
 
     def update(self, picture: Any) -> None:
         pass
@@ -24,7 +24,7 @@ if __name__ == "__main__":
     console = Console(record=True, width=112, force_terminal=True, file=sys.stderr)
     with (
         mock.patch.object(options, "output_console", lambda: console),
-        mock.patch.object(demo, "Live", lambda **_: contextlib.nullcontext(Still())),
+        mock.patch.object(demo, "Live", lambda **_: contextlib.nullcontext(NoUpdates())),
         mock.patch.object(demo, "KINDS", ("code_edit", "summary", "chat")),
     ):
         demo.demo(max_tokens=96)

@@ -25,9 +25,8 @@ def generous_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(policy.Policy, "width", lambda self, rows: 1 + max(map(len, rows)))
     monkeypatch.setattr(policy.Guard, "closed", lambda self: False)
-    monkeypatch.setattr(
-        policy.Costs, "of", lambda self, rows: 1e6
-    )  # drafting costs next to nothing
+    # Next to a forward, drafting costs nothing.
+    monkeypatch.setattr(policy.Costs, "of", lambda self, rows: 1e6)
 
 
 @pytest.fixture(scope="session")

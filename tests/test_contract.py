@@ -247,22 +247,24 @@ def test_logprobs_are_of_the_law_sampled_from(drafted: LLM, plain: LLM, target: 
 
 
 def test_unset_fields_follow_the_generation_config(target: Any) -> None:
-    from draftahead.loader.generation_config import followed
+    from draftahead.loader.generation_config import with_model_defaults
 
     config = target.generation_config
     config.do_sample, config.temperature, config.top_k, config.max_new_tokens = True, 0.6, 3, 7
     config.min_p, config.repetition_penalty, config.bad_words_ids = 0.1, 1.5, [[4]]
     try:
-        found = followed(SamplingParams(), target, 100, with_text=False)
+        found = with_model_defaults(SamplingParams(), target, 100, has_tokenizer=False)
         assert (found.temperature, found.top_k, found.max_tokens) == (0.6, 3, 7)
         assert (found.min_p, found.repetition_penalty) == (0.1, 1.5)
         assert found.bad_words == [[4]]
-        kept = followed(SamplingParams(temperature=0, max_tokens=3), target, 100, with_text=False)
+        kept = with_model_defaults(
+            SamplingParams(temperature=0, max_tokens=3), target, 100, has_tokenizer=False
+        )
         assert (kept.temperature, kept.max_tokens) == (0, 3)
     finally:
         config.do_sample, config.temperature, config.top_k, config.max_new_tokens = [None] * 4
         config.min_p, config.repetition_penalty, config.bad_words_ids = [None] * 3
-    assert followed(SamplingParams(), target, 100, with_text=False).greedy
+    assert with_model_defaults(SamplingParams(), target, 100, has_tokenizer=False).greedy
 
 
 def test_penalties_by_hand() -> None:

@@ -81,7 +81,7 @@ def made(
     its trees."""
     if kernels and build.library() is None:
         pytest.skip("no compiler")
-    monkeypatch.setattr("draftahead.drafters.eagle.runner.round_linears", lambda head: 0)
+    monkeypatch.setattr("draftahead.drafters.eagle.runner.quantize_linears", lambda head: 0)
     if not kernels:
         monkeypatch.setattr("draftahead.drafters.eagle.runner.cpu_kernels", lambda *_: None)
     model = wide()

@@ -17,12 +17,13 @@ from draftahead.models.runner import ModelRunner
 from drafted import ALL, Clairvoyant
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"  # "cpu" where a GPU is emulated: test_gpu_emulated.py
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 WARM = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=32, seed=3)
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    return zoo.tiny(name, dtype=dtype).to("cuda")
+    return zoo.tiny(name, dtype=dtype).to(DEVICE)
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be recorded")  # experts that count on the host
@@ -128,7 +129,7 @@ def shaped(kind: str, dtype: torch.dtype) -> Any:
                 parameter.normal_(1.0, 0.1)
             else:
                 parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.12)
-    return model.to("cuda", dtype)
+    return model.to(DEVICE, dtype)
 
 
 def error(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ from draftahead.drafters.tree_builder import TreeBuilder, likeliest_part
 from draftahead.models.runner import ModelRunner
 from drafted import ALL, Clairvoyant, random_head
 from test_ahead import Unseen
-from test_gpu import reads_back_once, shaped, tiny
+from test_gpu import DEVICE, reads_back_once, shaped, tiny
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -32,7 +32,7 @@ PROMPTS = zoo.ragged_prompts(3)
 def is_greedy(model: Any, prompt: list[int], said: list[int]) -> None:
     """Half precision has near-ties, and trees sum in another order than chains: each token must be
     as good as the best, by the model in float32, up to that rounding."""
-    ids = torch.tensor([prompt + said], device="cuda")
+    ids = torch.tensor([prompt + said], device=DEVICE)
     logits = copy.deepcopy(model).float()(ids).logits[0, len(prompt) - 1 : -1]
     gap = logits.max(-1).values - logits.gather(-1, ids[0, len(prompt) :, None])[:, 0]
     assert float((gap / logits.std(-1)).max()) < 0.25, gap.max()
@@ -59,10 +59,10 @@ def test_states_are_those_of_the_models_own_forward(recorded: bool) -> None:
     passes.cache.commit([[0, 1, 4], [0, 2, 5]], [[8, 9, 12], [8, 10, 13]])
     assert passes._decoder is not None and passes._decoder.graphs.works
     for row, path in enumerate(([8, 9, 12], [8, 10, 13])):
-        ids = torch.tensor([text + path], device="cuda")
+        ids = torch.tensor([text + path], device=DEVICE)
         told = model(ids, output_hidden_states=True).hidden_states
-        slots = torch.arange(len(text) + 3, device="cuda")[None]
-        rows = torch.tensor([row], device="cuda")
+        slots = torch.arange(len(text) + 3, device=DEVICE)[None]
+        rows = torch.tensor([row], device=DEVICE)
         found = passes.states((3, 1), rows, slots)[0].float()
         # The last state is left by passes that score; the prompt's did not.
         last = model.config.num_hidden_layers == 3
@@ -91,7 +91,7 @@ def test_trees_grown_by_the_device_are_the_growers(
     if options == "all":
         c = head.config
         c.norm_each, c.norm_before_fuse, c.norm_before_residual, c.norm_output = 0, 1, 0, 1
-        head = EagleHead(c).to("cuda")
+        head = EagleHead(c).to(DEVICE)
         head.tokens.copy_(spoken)
     for parameter in head.parameters():
         parameter.normal_(float(parameter.ndim == 1), 0.12)
@@ -170,7 +170,7 @@ def test_trees_nobody_has_looked_at(spoils: bool) -> None:
     plain = LLM(model, "none", max_batch=3).generate(PROMPTS, GREEDY)
     answers = {tuple(p): out.token_ids for p, out in zip(PROMPTS, plain, strict=True)}
     for other in (Clairvoyant(answers), ALL["garbage_tree"](model)):
-        drafter = Unseen(other, spoils=spoils, device="cuda")
+        drafter = Unseen(other, spoils=spoils, device=DEVICE)
         outs = LLM(model, drafter, max_batch=3).generate(PROMPTS, GREEDY)
         assert drafter.steps
         for prompt, out in zip(PROMPTS, outs, strict=True):

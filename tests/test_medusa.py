@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zoo
+from command_line import run
 from draftahead import LLM, SamplingParams, errors
 from draftahead.backends.cpu.linear import quantize_model
 from draftahead.core.detokenizer import Detokenizer
@@ -20,7 +21,6 @@ from draftahead.drafters.medusa.heads import MedusaHeads, likeliest_tree
 from draftahead.drafters.medusa.io import save_heads
 from draftahead.sampling.draft_sampler import RecordedDraftSampler, scatter_to_vocab
 from drafted import random_heads
-from test_cli import folder, run  # noqa: F401  (a fixture)
 
 HEADS = 3
 GREEDY = SamplingParams(temperature=0, max_tokens=41)
@@ -189,21 +189,21 @@ def test_a_draft_vocabulary_takes_rows_of_the_targets_head(
 
 
 def test_heads_from_the_command_line(
-    folder: str,  # noqa: F811
+    model_folder: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     save_heads(random_heads(zoo.tiny("llama")), tmp_path, vocabulary=zoo.VOCABULARY)
-    common = ("generate", "w5 w6", "--model", folder, "--max-tokens", "9", "--json")
+    common = ("generate", "w5 w6", "--model", model_folder, "--max-tokens", "9", "--json")
     medusa = ("--drafter", "medusa", "--draft-model", str(tmp_path), "-k", "2")
     said = []
     for extra in (("--drafter", "none"), medusa):
-        assert run(monkeypatch, *common, *extra) == 0
+        assert run(*common, *extra) == 0
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["token_ids"] == said[1]["token_ids"]
     assert said[1]["stats"]["drafted"] > 8
-    assert run(monkeypatch, *common, "--drafter", "medusa") == 1
+    assert run(*common, "--drafter", "medusa") == 1
     assert "needs 'model'" in capsys.readouterr().err
 
 

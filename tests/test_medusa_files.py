@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zoo
 from draftahead import LLM, errors
-from draftahead.backends.cpu.linear import Int8Linear, rows_of
+from draftahead.backends.cpu.linear import Int8Linear, output_subset
 from draftahead.drafters.medusa.heads import MedusaHeads, new_heads
 from draftahead.drafters.medusa.io import load_heads, save_heads
 from drafted import random_heads
@@ -128,7 +128,7 @@ def test_what_is_saved_loads_again_and_serves_elsewhere(tmp_path: Path, target: 
     heads.choices = ((0,), (1,), (0, 0))
     x = torch.randn(5, HIDDEN, dtype=torch.float64)
     expected = heads.logits(x, heads.output_for(target))
-    for head in (None, rows_of(target.lm_head, tokens)):
+    for head in (None, output_subset(target.lm_head, tokens)):
         save_heads(heads, tmp_path, vocabulary=zoo.VOCABULARY, base="org/name", head=head)
         again = load_heads(tmp_path, target)
         assert again.choices == heads.choices
@@ -167,7 +167,7 @@ def test_some_rows_of_a_rounded_head() -> None:
     layer = torch.nn.Linear(64, 40, bias=True)
     ids, x = torch.tensor([3, 39, 0]), torch.randn(2, 64)
     for whole in (layer, Int8Linear(layer)):
-        torch.testing.assert_close(rows_of(whole, ids)(x), whole(x)[:, ids])
+        torch.testing.assert_close(output_subset(whole, ids)(x), whole(x)[:, ids])
         assert whole(x).shape == (2, 40)
 
 

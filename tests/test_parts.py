@@ -12,7 +12,7 @@ import zoo
 from draftahead import errors
 from draftahead.backends.cpu.linear import quantize_model
 from draftahead.backends.fingerprint import is_patched
-from draftahead.models.layer_subset import LayerSubset, shown
+from draftahead.models.layer_subset import LayerSubset
 from draftahead.models.runner import ModelRunner
 from test_runtime import shaped
 

@@ -246,7 +246,7 @@ def test_a_head_that_comes_with_the_model_is_used(
 ) -> None:
     target = zoo.tiny("llama")
     io.save(drafted.random_head(target), tmp_path, with_vocabulary=True)
-    monkeypatch.setattr("draftahead.loader.hub.head_of", lambda model: tmp_path)
+    monkeypatch.setattr("draftahead.loader.embedded.head_of", lambda model: tmp_path)
     auto = LLM(target, "auto").engine.drafter
     assert isinstance(auto, Auto) and isinstance(auto.other, Eagle)
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zoo
 from draftahead import LLM, SamplingParams
 from draftahead.backends.cpu import build
-from draftahead.backends.cpu.linear import round_linears
+from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.drafters.eagle import io, screening
 from draftahead.drafters.eagle.cpu import STRETCHES, CpuEagleHead
 from draftahead.drafters.eagle.head import EagleHead, new_head
@@ -94,7 +94,7 @@ def test_the_likeliest_are_computed_as_they_are(head: EagleHead) -> None:
     """The same logits as without, for all that come near the best; the others are near enough."""
     if build.library() is None:
         pytest.skip("no compiler")
-    round_linears(head)
+    quantize_linears(head)
     shape, states = shape_of(head), 3 * outputs(4)
     found = screening.fitted(moments_of(outputs(600)), head.lm_head.dequantized())
     assert found is not None
@@ -120,19 +120,19 @@ def test_the_likeliest_are_computed_as_they_are(head: EagleHead) -> None:
 def test_a_head_keeps_its_shortlist(model: Any, head: EagleHead, tmp_path: Path) -> None:
     """In a file of its own: the head's is as before. Texts are the target's, as always."""
     io.save(head, tmp_path / "without", with_vocabulary=False)
-    assert io.load(tmp_path / "without", model).shortlist is None
-    head.shortlist = screening.fitted(moments_of(outputs(600)), head.lm_head.weight)
+    assert io.load(tmp_path / "without", model).screening is None
+    head.screening = screening.fitted(moments_of(outputs(600)), head.lm_head.weight)
     io.save(head, tmp_path / "with", with_vocabulary=False)
     same = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
     assert same[0] == same[1]
-    again = io.load(tmp_path / "with", model).shortlist
-    assert again is not None and head.shortlist is not None
-    assert all(torch.equal(one, other) for one, other in zip(again, head.shortlist, strict=True))
-    head.shortlist = None
+    again = io.load(tmp_path / "with", model).screening
+    assert again is not None and head.screening is not None
+    assert all(torch.equal(one, other) for one, other in zip(again, head.screening, strict=True))
+    head.screening = None
     io.save(head, tmp_path / "again", with_vocabulary=False)
     screening.save(again, tmp_path / "again")
     io.save(head, tmp_path / "again", with_vocabulary=False)  # another head's is none
-    assert io.load(tmp_path / "again", model).shortlist is None
+    assert io.load(tmp_path / "again", model).screening is None
     prompts, sampling = zoo.ragged_prompts(3), SamplingParams(temperature=0, max_tokens=12)
     plain = LLM(model, "none").generate(prompts, sampling)
     for options in ({}, {"num_speculative_tokens": 3}, {"tree": 9}):

@@ -15,11 +15,11 @@ from draftahead.drafters.suffix.automaton import (
     LEAST,
     AutomatonCursor,
     Match,
+    MatchRates,
     SharedCorpus,
     SuffixAutomaton,
-    MatchRates,
-    followers,
     build_tree,
+    followers,
 )
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -17,7 +17,8 @@ from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.engine.engine import Engine
 from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError
-from draftahead.loader import generation_config, hub
+from draftahead.loader import embedded, generation_config, hub
+from draftahead.loader.progress import ProgressCallback, no_progress
 from draftahead.models.verifier import Verifier
 
 NOT_LOSSLESS = "not lossless: typical acceptance, so the output does not follow the target exactly"
@@ -29,7 +30,7 @@ Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conver
 class Loader:
     """Loads models by name, each once, as a configuration asks."""
 
-    def __init__(self, config: LLMConfig, report: hub.Report) -> None:
+    def __init__(self, config: LLMConfig, report: ProgressCallback) -> None:
         self._config, self._report = config, report
         self._loaded: dict[str, tuple[Any, Any]] = {}
 
@@ -42,7 +43,7 @@ class Loader:
                 dtype=config.dtype,
                 device=config.device,
                 trust_remote_code=config.trust_remote_code,
-                report=self._report,
+                progress=self._report,
             )
             if config.quantize is not None:
                 self._report(f"quantizing {name} to {config.quantize}")
@@ -59,7 +60,7 @@ class LLM:
         model: Any,
         drafter: str | Mapping[str, Any] | Drafter = "auto",
         *,
-        report: hub.Report = hub.silent,
+        report: ProgressCallback = no_progress,
         **options: Any,
     ) -> None:
         """`report` is called with a line of text when something takes a while."""
@@ -67,7 +68,7 @@ class LLM:
         self._start(config, Loader(config, report), report)
 
     @classmethod
-    def from_config(cls, config: LLMConfig, *, report: hub.Report = hub.silent) -> LLM:
+    def from_config(cls, config: LLMConfig, *, report: ProgressCallback = no_progress) -> LLM:
         llm = cls.__new__(cls)
         llm._start(config, Loader(config, report), report)
         return llm
@@ -79,19 +80,19 @@ class LLM:
         llm = type(self).__new__(type(self))
         llm._loader, llm.model, llm.tokenizer = self._loader, self.model, self.tokenizer
         config = dataclasses.replace(self.config, drafter=drafter, **changes)
-        llm._build(config, hub.silent)
+        llm._build(config, no_progress)
         return llm
 
-    def _start(self, config: LLMConfig, loader: Loader, report: hub.Report) -> None:
+    def _start(self, config: LLMConfig, loader: Loader, report: ProgressCallback) -> None:
         self._loader = loader
         self.model, self.tokenizer = config.model, config.tokenizer
         if config.is_named:
             self.model, tokenizer = loader(str(config.model))
             self.tokenizer = config.tokenizer or tokenizer
-        generation_config.warn_of_unfollowed(self.model)
+        generation_config.warn_unsupported(self.model)
         self._build(config, report)
 
-    def _build(self, config: LLMConfig, report: hub.Report) -> None:
+    def _build(self, config: LLMConfig, report: ProgressCallback) -> None:
         self.config = config
         report("preparing the kernels and the cache")  # compiled once, in about three seconds
         verifier = Verifier(
@@ -109,8 +110,8 @@ class LLM:
             max_batch=config.max_batch,
             max_context=verifier.max_context,
             load=self._loader,
-            successors=hub.successors_of(self.model),
-            head=hub.head_of(self.model),
+            successors=embedded.successors_of(self.model),
+            head=embedded.head_of(self.model),
             target=verifier.runner,
         )
         self.engine = Engine(
@@ -268,8 +269,8 @@ class LLM:
                 f"the prompt has {len(ids)} tokens and the context {context}: shorten it"
                 + self._larger_context_hint()
             )
-        params = generation_config.filled(
-            given, self.model, context - len(ids), with_text=self.tokenizer is not None
+        params = generation_config.with_model_defaults(
+            given, self.model, context - len(ids), has_tokenizer=self.tokenizer is not None
         )
         if len(ids) + (params.max_tokens or 0) > context:
             raise ContextLengthError(
@@ -290,7 +291,7 @@ class LLM:
                     raise ConfigError(
                         f"{name}: token {token} is outside the vocabulary of {vocab_size}"
                     )
-        eos = generation_config.end_ids(self.model, self.tokenizer)
+        eos = generation_config.eos_token_ids(self.model, self.tokenizer)
         return Request(
             prompt=tuple(ids),
             params=params,

@@ -1,4 +1,4 @@
-"""The interface of a backend: a way to run a forward pass over nodes."""
+"""The interface of a backend: a way to run a forward pass that is faster than the model's own."""
 
 from __future__ import annotations
 
@@ -9,65 +9,78 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftahead.core.types import ForwardOutput as ForwardOutput
+from draftahead.core.types import ForwardOutput
 
 
 class CacheSlice(NamedTuple):
-    """Where in the cache a pass stands."""
+    """The part of the KV cache that a forward pass reads and writes."""
 
-    first: int  # row of the cache that the first text lies in
-    live: int  # slots to read, at least
-    last_position: int  # there is none behind it; padding may point there
-    real: int  # nodes that belong to the text; those behind are guesses or padding
+    first_slot: int  # of the sequences, which take adjacent slots
+    kv_len: int  # KV entries of each slot to read, at least
+    last_position: int  # largest position of the model; padding is clamped to it
+    num_context_tokens: int  # nodes of each sequence that are text; the rest: drafts or padding
 
 
 class DeviceTree(NamedTuple):
-    """Trees that a device is still growing. The host knows their roots alone."""
+    """Draft trees that are still being built on the device; the host knows their roots only."""
 
     roots: Sequence[int]
     trees: Tensor  # [B, 2 or more, N]: tokens and parents, on the device
 
-    def and_idle(self, rows: int) -> DeviceTree:
-        """With so many rows behind them that hold no text."""
-        return DeviceTree([*self.roots, *[0] * rows], F.pad(self.trees, (0, 0, 0, 0, 0, rows)))
+    def and_idle(self, num_slots: int) -> DeviceTree:
+        """With trees of zeros for so many idle slots behind them."""
+        padded = F.pad(self.trees, (0, 0, 0, 0, 0, num_slots))
+        return DeviceTree([*self.roots, *[0] * num_slots], padded)
 
 
-class UnsupportedSpecError(Exception):
-    """The model is of another shape than the kernels know."""
+class Backend(Protocol):
+    """Our kernels or CUDA graphs of the model's own forward, bound to a model and a KV cache."""
 
+    # Whether a token's logits are the same bits in every forward pass, whatever else it computes.
+    batch_invariant: bool
+    # Largest relative distance of its logits from the model's own forward, checked at load.
+    tolerance: float
+    # Whether `forward` takes a DeviceTree.
+    scores_device_drafts: bool
 
-class Decoder(Protocol):
-    """A pass by kernels of our own, or recorded from the model's forward."""
+    def capture_hidden(self, depths: tuple[int, ...]) -> None:
+        """Makes each forward store the hidden states after these numbers of layers in the cache;
+        after the last layer they are normed."""
 
-    batch_invariant: (
-        bool  # a token's logits are the same bits in every pass, whatever else is in it
-    )
-    tolerance: float  # how far from the model's own forward its logits may be, relative
-    scores_device_drafts: bool  # trees that the host has not seen yet
+    def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
+        """Whether it runs a forward pass of this size."""
+        ...
 
-    def watch(self, depths: tuple[int, ...]) -> None:
-        """Passes store the states after so many layers from now on; after the last one, normed."""
-
-    def takes(self, texts: int, nodes: int, scored: bool) -> bool: ...
-
-    def run(
+    def forward(
         self,
         tokens: Tensor,
-        lengths: Sequence[int],
+        kv_lens: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         *,
-        place: CacheSlice,
-        scored: bool = True,
+        cache_slice: CacheSlice,
+        with_logits: bool = True,
     ) -> ForwardOutput | None:
-        """Trees ahead are for those that read ahead. None where this pass cannot be done that way
-        after all."""
+        """Runs nodes `tokens` [B, N] behind the `kv_lens` [B] entries of their slots, and writes
+        their KV entries. `parents` of trees; None: chains. The output's tensors may be overwritten
+        by the next forward. None if this backend cannot run this pass after all."""
         ...
 
 
-def require(holds: bool, what: str) -> None:
+class UnsupportedSpecError(Exception):
+    """A backend does not support a model; the message says why."""
+
+    def __init__(self, reason: str, faster: str | None = None) -> None:
+        """`faster`: what the user could do so that it is supported."""
+        super().__init__(reason)
+        self.faster = faster
+
+
+def require(holds: bool, reason: str, faster: str | None = None) -> None:
+    """`reason` says what the model has, as opposed to what the backend supports."""
     if not holds:
-        raise UnsupportedSpecError(what)
+        raise UnsupportedSpecError(reason, faster)
 
 
 def is_plain(weight: Tensor, dtype: torch.dtype, device: str) -> bool:
+    """Whether kernels can read a tensor by its address."""
     return weight.dtype == dtype and weight.is_contiguous() and weight.device.type == device

@@ -1,4 +1,4 @@
-"""x"""
+"""Notices that a model was changed after a backend was bound to it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from torch import Tensor
 
 
 class WeightFingerprint:
-    """Whether a model is still what was bound: its owner may have moved, cast or replaced weights
-    since, or hung hooks on its modules. To be asked before each text, and so in few steps: torch's
-    own ways through a model's parts take milliseconds."""
+    """The modules of a model, their tensors and those tensors' addresses, at one moment.
+
+    `holds` is false once weights were moved, cast or replaced, modules exchanged, or hooks and
+    forwards patched in. Values are not compared. It is called before each prefill and reads the
+    modules' dictionaries: torch's own iterators over a model take milliseconds.
+    """
 
     def __init__(self, model: Any) -> None:
         self._modules = list(model.modules())
-        # What each of them consists of, as it is looked up, and as it was.
-        self._parts = [
-            (part, dict(part))
+        # Each module's submodules, parameters and buffers: the live dictionary and a copy.
+        self._members = [
+            (live, dict(live))
             for module in self._modules
-            for part in (module._modules, module._parameters, module._buffers)
-            if part
+            for live in (module._modules, module._parameters, module._buffers)
+            if live
         ]
-        tensors = (thing for _, parts in self._parts for thing in parts.values())
-        self._tensors = [(t, t.data_ptr()) for t in tensors if isinstance(t, Tensor)]
+        members = (member for _, copied in self._members for member in copied.values())
+        self._addresses = [(m, m.data_ptr()) for m in members if isinstance(m, Tensor)]
 
     def holds(self) -> bool:
         return (
-            all(_same(now, then) for now, then in self._parts)
-            and all(tensor.data_ptr() == address for tensor, address in self._tensors)
+            all(_same_members(live, copied) for live, copied in self._members)
+            and all(tensor.data_ptr() == address for tensor, address in self._addresses)
             and not any(is_patched(module) for module in self._modules)
         )
 
 
-def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    """The same things by the same names. Tensors are compared for what they are, not by value."""
-    return len(now) == len(then) and all(now.get(name) is part for name, part in then.items())
+def _same_members(live: dict[str, Any], copied: dict[str, Any]) -> bool:
+    """The same objects under the same names: tensors are compared by identity, not by value."""
+    return len(live) == len(copied) and all(live.get(name) is one for name, one in copied.items())
 
 
 def is_patched(module: Any) -> bool:
+    """Whether a module has hooks or a forward of its own: our kernels would leave them out."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)

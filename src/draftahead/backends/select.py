@@ -1,35 +1,99 @@
-"""Which way to run a model's passes: kernels of our own, a recording, or its own forward."""
+"""Chooses how a model's forward passes are run, and says why.
+
+Candidates, the fastest first: on a CPU our C++ kernels; on a GPU our Triton kernels, then CUDA
+graphs of the model's own forward. One is taken if it supports the model and agrees with the model's
+own forward; otherwise transformers runs the model.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from draftahead.backends.base import Decoder, UnsupportedSpecError
+from draftahead.backends.base import Backend, UnsupportedSpecError, require
 from draftahead.backends.cpu.decoder import CpuDecoder
 from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.hf_graph import Forward, GraphedForward
 from draftahead.backends.fingerprint import is_patched
-from draftahead.backends.llama_spec import recognise
+from draftahead.backends.llama_spec import llama_spec_of
+from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
+CPU_KERNELS, CUDA_KERNELS = "cpu kernels", "cuda kernels"
+CUDA_GRAPHS, TRANSFORMERS = "cuda graphs", "transformers"
 
-def kernels_for(model: Any, cache: KVCache, calls: dict[int, dict[str, Any]]) -> Decoder | None:
-    """Our kernels if they know the shape."""
-    try:
-        shape = recognise(model, cache, calls)
-        if cache.keys[0].device.type == "cuda":
-            return CudaDecoder(shape, cache)
-        return CpuDecoder(shape, cache)
-    except UnsupportedSpecError:
-        return None
+# Why a backend is taken if no faster one was rejected.
+WHY = {
+    CPU_KERNELS: "the model is llama-shaped and agrees with its own forward",
+    CUDA_KERNELS: "the model is llama-shaped and agrees with its own forward",
+    CUDA_GRAPHS: "the model's own forward, captured",
+    TRANSFORMERS: "the model's own forward",
+}
+
+logger = logging.getLogger("draftahead")
 
 
-def recording_of(
-    model: Any, cache: KVCache, forward: Forward, *, compiled: bool, switch: int | None
-) -> Decoder | None:
-    """On a GPU the model's own forward as a recording, unless that would leave something out or
-    decide it once for all: hooks, and frequencies that switch."""
-    hooks = any(is_patched(module) for module in model.modules())
-    if cache.keys[0].device.type != "cuda" or switch is not None or hooks:
-        return None
-    return GraphedForward(model, forward, cache, compiled=compiled)
+@dataclass(frozen=True)
+class BackendChoice:
+    """Which backend runs a model, and why."""
+
+    name: str  # CPU_KERNELS, CUDA_KERNELS, CUDA_GRAPHS or TRANSFORMERS
+    reason: str  # with the reason of each faster backend that was rejected
+    faster: tuple[str, ...] = ()  # what the user could do so that a faster one is taken
+
+    def __str__(self) -> str:
+        hints = f"; faster: {'; '.join(self.faster)}" if self.faster else ""
+        return f"{self.name} ({self.reason}{hints})"
+
+
+def select_backend(
+    model: Any,
+    cache: KVCache,
+    attention_options: dict[int, dict[str, Any]],
+    forward: Forward,
+    *,
+    compiled: bool,
+    long_rope_threshold: int | None,
+    disagreement: Callable[[Backend], str | None],
+) -> tuple[Backend | None, BackendChoice]:
+    """The first candidate that supports the model and has no `disagreement` with its own forward;
+    None: transformers. `attention_options`: see llama_spec_of. The choice is logged."""
+
+    def cpu_kernels() -> Backend:
+        return CpuDecoder(llama_spec_of(model, cache, attention_options), cache)
+
+    def cuda_kernels() -> Backend:
+        return CudaDecoder(llama_spec_of(model, cache, attention_options), cache)
+
+    def cuda_graphs() -> Backend:
+        _require_capturable(model, long_rope_threshold)
+        return GraphedForward(model, forward, cache, compiled=compiled)
+
+    candidates: dict[str, Callable[[], Backend]] = {CPU_KERNELS: cpu_kernels}
+    if device_of(cache.keys[0].device).is_gpu:
+        candidates = {CUDA_KERNELS: cuda_kernels, CUDA_GRAPHS: cuda_graphs}
+    name, backend = TRANSFORMERS, None
+    rejected: list[str] = []
+    faster: list[str] = []
+    for candidate, make in candidates.items():
+        try:
+            made = make()
+            if problem := disagreement(made):
+                raise UnsupportedSpecError(problem)
+            name, backend = candidate, made
+            break
+        except UnsupportedSpecError as unsupported:
+            rejected.append(f"no {candidate}: {unsupported}")
+            faster += [unsupported.faster] if unsupported.faster else []
+    choice = BackendChoice(name, "; ".join(rejected) or WHY[name], tuple(faster))
+    logger.info("%s runs by %s", type(model).__name__, choice)
+    return backend, choice
+
+
+def _require_capturable(model: Any, long_rope_threshold: int | None) -> None:
+    """A CUDA graph does not run Python again: neither hooks, nor a choice of rotary frequencies."""
+    patched = any(is_patched(module) for module in model.modules())
+    require(not patched, "the model has hooks or a patched forward")
+    require(long_rope_threshold is None, "its rotary frequencies depend on the sequence's length")

@@ -1,1 +1,1 @@
-"""Measuring: sides interleaved in one run, medians with spread, the memory limit beside them."""
+"""Measurements: configurations interleaved in one run, medians, latency by number of tokens."""

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured; without that it is no figure."""
+"""The machine: versions and hardware for reports, memory bandwidth, timing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ import transformers
 
 import draftahead
 from draftahead.backends.cpu import build
+from draftahead.backends.cpu.threads import num_threads
+from draftahead.core.device import device_of, gpu_name
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, machine, arguments and commit, to be kept beside results."""
+    """Versions, machine, arguments and commit, which every JSON report includes."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "argv": sys.argv[1:],
@@ -35,7 +37,7 @@ def provenance() -> dict[str, Any]:
             "cpu": _cpu_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
             "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "gpu": gpu_name(),
             "kernels": build.problem() or "compiled",
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         },
@@ -54,7 +56,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """Of the source that runs, with a plus sign if it was changed since; None outside git."""
+    """Commit of the running source, with a plus sign if files differ from it; None outside git."""
     folder = Path(draftahead.__file__).parent
 
     def git(*arguments: str) -> str:
@@ -68,41 +70,40 @@ def _commit() -> str | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes used so far, by the process or on its GPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+    """Peak bytes used so far: of the process, or on its GPU."""
+    if (on_device := device_of(device).peak_memory()) is not None:
+        return on_device
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def reader(size: int, device: torch.device) -> Callable[[], object]:
-    """A function that moves `size` bytes of memory once, and does nothing else."""
-    library = build.library() if device.type == "cpu" else None
+def memory_read(size: int, device: torch.device) -> Callable[[], object]:
+    """A function that moves `size` bytes of memory once: the memory-bandwidth bound."""
+    library = build.library() if device_of(device).is_cpu else None
     if library is not None:
         data = torch.randn(max(size // 4, 1))
-        return lambda: library.draftahead_read(data.data_ptr(), data.numel(), build.threads())
-    # A copy reads half of the bytes and writes the others: on a GPU the way to move most.
+        return lambda: library.draftahead_read_memory(data.data_ptr(), data.numel(), num_threads())
+    # A copy reads half of the bytes and writes the other half: the fastest way on a GPU.
     source = torch.randn(max(size // 8, 1), device=device)
-    to = torch.empty_like(source)
-    return lambda: to.copy_(source)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
 
 
 def timed(job: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of one run: by the clock, or of the device's own work."""
-    if device.type != "cuda":
+    """Milliseconds of one run: wall time on a CPU, device time on a GPU."""
+    kind = device_of(device)
+    if not kind.is_gpu:
         start = time.perf_counter()
         job()
         return 1e3 * (time.perf_counter() - start)
-    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    # The host runs ahead meanwhile: its launching is not measured.
-    torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
-    begin.record()
+    begin, end = (kind.event(timing=True) for _ in range(2))
+    kind.delay()  # the device is busy while the host launches the work: that is not measured
+    kind.mark(begin)
     job()
-    end.record()
+    kind.mark(end)
     end.synchronize()
     return float(begin.elapsed_time(end))
 
 
 def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize()

@@ -1,193 +1,230 @@
-"""Runs the sides turn by turn over the same prompts, and says what came of it, by task."""
+"""Runs configurations interleaved over the same prompts, and sums the results up by task."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from draftahead.bench.configurations import PLAIN, Configuration, Draftahead, Outcome
 from draftahead.bench.prompts import BenchPrompt
-from draftahead.bench.sides import Ours, Outcome, Side
 from draftahead.control.policy import SURVEYED_KEYS
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
+from draftahead.llm import LLM
 
 OVERALL = "overall"
-LENGTHS = (8, 32, 128, 384)  # of random prompts
+RANDOM_LENGTHS = (8, 32, 128, 384)  # tokens of random prompts
+RANDOM_PROMPTS = 16  # unless limited
 
 
 @dataclass
-class Group:
-    """Prompts that are generated for at once, and what each side made of them, turn by turn."""
+class PromptBatch:
+    """Prompts generated at once, and the outcomes: one per repetition, by configuration."""
 
     task: str
     prompts: list[list[int]]
-    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)  # by side
-
-    def complete(self, sides: Iterable[Side]) -> bool:
-        return all(self.outcomes.get(side.name) for side in sides)
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
 
 
 @dataclass
 class Measurement:
-    sides: list[Side]
-    groups: list[Group]
+    configurations: list[Configuration]
+    batches: list[PromptBatch]  # those that every configuration has run
     interrupted: bool = False
 
 
-def grouped(
+# --------------------------------------------------------------------------------- prompts
+
+
+def prepare(
+    llm: LLM,
+    prompts: Sequence[BenchPrompt] | None,
+    batch: int,
+    limit: int | None,
+    params: SamplingParams,
+) -> tuple[list[PromptBatch], int]:
+    """The batches of prompts (random ones for None), and the context that they need."""
+    target, max_tokens = llm.engine.verifier, params.max_tokens or 0
+    if prompts is None:
+        longest = max(1, target.max_context - max_tokens)
+        batches = random_batches(target.vocab_size, batch, limit or RANDOM_PROMPTS, longest)
+    else:
+        batches = batches_by_task(prompts, llm.encode, batch, limit)
+    return batches, context_for(batches, max_tokens, target.runner.model_context)
+
+
+def batches_by_task(
     prompts: Sequence[BenchPrompt],
     encode: Callable[[Any], list[int]],
     batch: int,
     limit: int | None,
-) -> list[Group]:
-    """The first turns of up to `limit` prompts a task, in groups of one task."""
+) -> list[PromptBatch]:
+    """The first turns of up to `limit` prompts per task, in batches of one task."""
     tasks: dict[str, list[list[int]]] = {}
     for prompt in prompts:
-        mates = tasks.setdefault(prompt.task, [])
-        if limit is None or len(mates) < limit:
-            mates.append(encode([{"role": "user", "content": prompt.turns[0]}]))
+        encoded = tasks.setdefault(prompt.task, [])
+        if limit is None or len(encoded) < limit:
+            encoded.append(encode([{"role": "user", "content": prompt.turns[0]}]))
     return [
-        Group(task, mates[start : start + batch])
-        for task, mates in tasks.items()
-        for start in range(0, len(mates), batch)
+        PromptBatch(task, encoded[start : start + batch])
+        for task, encoded in tasks.items()
+        for start in range(0, len(encoded), batch)
     ]
 
 
-def random_groups(vocabulary: int, batch: int, count: int, longest: int) -> list[Group]:
-    """Prompts that no drafter can make sense of: random tokens, of many lengths."""
-    chance = random.Random(0)
-    texts = [
-        [chance.randrange(vocabulary) for _ in range(min(longest, chance.choice(LENGTHS)))]
+def random_batches(vocabulary: int, batch: int, count: int, longest: int) -> list[PromptBatch]:
+    """Random tokens in several lengths: the worst case for a drafter."""
+    rng = random.Random(0)
+    prompts = [
+        [rng.randrange(vocabulary) for _ in range(min(longest, rng.choice(RANDOM_LENGTHS)))]
         for _ in range(count)
     ]
-    return [Group("random", texts[at : at + batch]) for at in range(0, count, batch)]
+    return [PromptBatch("random", prompts[at : at + batch]) for at in range(0, count, batch)]
 
 
-def context_for(groups: Sequence[Group], tokens: int, limit: int) -> int:
-    """What a side must hold of each text: a cache of the model's whole context for every side would
-    be far more. Never less than the policy measures passes over, for it should decide here as it
-    does elsewhere."""
-    longest = max(len(prompt) for group in groups for prompt in group.prompts)
-    return min(limit, max(longest + tokens, SURVEYED_KEYS))
+def context_for(batches: Sequence[PromptBatch], max_tokens: int, limit: int) -> int:
+    """KV entries per slot: a cache of the model's whole context for every configuration would take
+    too much memory. At least what the policy measures latencies with, so that it decides here as
+    elsewhere."""
+    longest = max(len(prompt) for batch in batches for prompt in batch.prompts)
+    return min(limit, max(longest + max_tokens, SURVEYED_KEYS))
+
+
+# ------------------------------------------------------------------------------- measuring
 
 
 def measure(
-    sides: list[Side],
-    groups: list[Group],
-    sampling: SamplingParams,
+    configurations: Sequence[Configuration],
+    batches: list[PromptBatch],
+    params: SamplingParams,
     repeats: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Each turn takes every side through a group before the next turn begins, each time starting
-    with another side: whatever the machine does meanwhile, it does to all of them. Ctrl-C ends the
-    measurement and keeps what is there."""
-    found = Measurement(sides, groups)
+    """Each repetition runs a batch with every configuration, starting with another one each time:
+    a disturbance of the machine hits all of them. Ctrl-C ends the measurement and keeps the
+    batches that are complete. `progress` is called after each run."""
+    configurations, interrupted = list(configurations), False
     try:
-        for side in sides:  # the first pass of a process is slow
-            short = SamplingParams(temperature=0, max_tokens=min(4, sampling.max_tokens or 4))
-            side.run(groups[0].prompts[:1], short)
-        for number, group in enumerate(groups):
-            for turn in range(repeats):
-                first = (number + turn) % len(sides)
-                for side in sides[first:] + sides[:first]:
-                    outcome = side.run(group.prompts, sampling)
-                    group.outcomes.setdefault(side.name, []).append(outcome)
+        warm_up = SamplingParams(temperature=0, max_tokens=min(4, params.max_tokens or 4))
+        for configuration in configurations:
+            configuration.run(batches[0].prompts[:1], warm_up)
+        for number, batch in enumerate(batches):
+            for repetition in range(repeats):
+                first = (number + repetition) % len(configurations)
+                for configuration in configurations[first:] + configurations[:first]:
+                    outcome = configuration.run(batch.prompts, params)
+                    batch.outcomes.setdefault(configuration.name, []).append(outcome)
                     progress()
     except KeyboardInterrupt:
-        found.interrupted = True
-    found.groups = [group for group in groups if group.complete(sides)]
-    return found
+        interrupted = True
+    complete = [b for b in batches if all(b.outcomes.get(c.name) for c in configurations)]
+    return Measurement(configurations, complete, interrupted)
+
+
+# ---------------------------------------------------------------------------------- results
 
 
 def results_of(
-    found: Measurement, plain: str, pass_ms: Callable[[int], float] | None = None
+    measurement: Measurement, forward_ms: Callable[[int], float] | None = None
 ) -> list[dict[str, Any]]:
-    """One entry a side and task, `overall` included. A side's seconds are the sum over groups of
-    the median over turns; its spread is that of single turns over the whole set. With `pass_ms`,
-    the time of a pass by its rows, also the worst prompt, by passes alone and free of noise."""
-    tasks = list(dict.fromkeys(group.task for group in found.groups))
+    """One entry per configuration and task, `overall` included. Seconds are the sum over batches
+    of the median over repetitions; the spread is that of single repetitions over all batches.
+    `forward_ms`, the latency of a forward pass by its tokens, adds the lowest speed-up of any
+    prompt as predicted from the forward passes, which is free of timing noise."""
     results = []
-    for task in [*tasks, OVERALL]:
-        groups = [group for group in found.groups if task in (group.task, OVERALL)]
-        for side in found.sides if groups else []:
-            entry = _result(side, task, groups, plain)
-            if pass_ms is not None and isinstance(side, Ours) and side.batch == 1:
-                entry["worst_modelled_speedup"] = min(
-                    modelled(group.outcomes[plain], pass_ms)
-                    / modelled(group.outcomes[side.name], pass_ms)
-                    for group in groups
-                )
+    for task in [*dict.fromkeys(batch.task for batch in measurement.batches), OVERALL]:
+        batches = [batch for batch in measurement.batches if task in (batch.task, OVERALL)]
+        for configuration in measurement.configurations if batches else []:
+            entry = _result(configuration, task, batches)
+            if isinstance(configuration, Draftahead):
+                entry |= _engine_result(configuration, batches)
+                if forward_ms is not None and configuration.batch == 1:
+                    entry["worst_predicted_speedup"] = min(
+                        _forward_passes_ms(batch.outcomes[PLAIN], forward_ms)
+                        / _forward_passes_ms(batch.outcomes[configuration.name], forward_ms)
+                        for batch in batches
+                    )
             results.append(entry)
     return results
 
 
-def modelled(outcomes: Sequence[Outcome], pass_ms: Callable[[int], float]) -> float:
-    """What one text's passes take: their number by width, times the usual time of that width."""
+def _result(
+    configuration: Configuration, task: str, batches: Sequence[PromptBatch]
+) -> dict[str, Any]:
+    """What is known of every engine."""
+    name = configuration.name
+
+    def seconds(name: str) -> float:
+        return sum(median(o.seconds for o in batch.outcomes[name]) for batch in batches)
+
+    repeats = min(len(batch.outcomes[n]) for batch in batches for n in (name, PLAIN))
+    speedups = [
+        sum(batch.outcomes[PLAIN][i].seconds for batch in batches)
+        / sum(batch.outcomes[name][i].seconds for batch in batches)
+        for i in range(repeats)
+    ]
+    last = [batch.outcomes[name][-1] for batch in batches]
+    plain_texts = [text for batch in batches for text in batch.outcomes[PLAIN][-1].texts]
+    texts = [text for outcome in last for text in outcome.texts]
+    tokens = sum(outcome.tokens for outcome in last)
+    entry = {
+        "name": name,
+        "task": task,
+        "batch": configuration.batch,
+        "prompts": len(plain_texts),
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds(name),
+        "speedup": seconds(PLAIN) / seconds(name),
+        "speedup_spread": [min(speedups), max(speedups)],
+    }
+    if texts:
+        same = sum(a == b for a, b in zip(texts, plain_texts, strict=True))
+        entry["identical"] = same / len(texts)
+    return entry
+
+
+def _engine_result(configuration: Draftahead, batches: Sequence[PromptBatch]) -> dict[str, Any]:
+    """What this engine reports beyond that."""
+
+    def decode_seconds(name: str) -> float:
+        return sum(
+            median(o.stats.decode_seconds / len(batch.prompts) for o in batch.outcomes[name])
+            for batch in batches
+        )
+
+    name, stats = configuration.name, Stats()
+    last = [batch.outcomes[name][-1] for batch in batches]
+    for outcome in last:
+        stats.add(outcome.stats)
+    return {
+        "drafter": name,
+        "lossless": all(outcome.lossless for outcome in last),
+        "decode_speedup": decode_seconds(PLAIN) / decode_seconds(name),
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "drafted_at": stats.drafted_at,
+        "accepted_at": stats.accepted_at,
+        "steps_by_nodes": stats.steps_by_nodes,
+        "seconds_by_nodes": stats.seconds_by_nodes,
+        # Sequences of a batch share forward passes; the seconds of each count them in full.
+        "ms_per_forward": 1e3 * stats.verify_seconds / stats.steps,
+        "ms_per_step": 1e3 * stats.decode_seconds / stats.steps,
+        "seconds_by_stage": {
+            stage: getattr(stats, f"{stage}_seconds") / configuration.batch
+            for stage in ("prefill", "draft", "verify", "other")
+        },
+    }
+
+
+def _forward_passes_ms(outcomes: Sequence[Outcome], forward_ms: Callable[[int], float]) -> float:
+    """Predicted time of all forward passes of a text: their number by nodes, times the latency."""
     return median(
         sum(
-            count * pass_ms(nodes)
+            count * forward_ms(nodes)
             for nodes, count in enumerate(outcome.stats.steps_by_nodes, start=1)
         )
         for outcome in outcomes
     )
-
-
-def _result(side: Side, task: str, groups: list[Group], plain: str) -> dict[str, Any]:
-    def seconds(name: str) -> float:
-        return sum(median(o.seconds for o in group.outcomes[name]) for group in groups)
-
-    def decode_seconds(name: str) -> float:
-        return sum(
-            median(o.stats.decode_seconds / len(group.prompts) for o in group.outcomes[name])
-            for group in groups
-        )
-
-    turns = min(len(group.outcomes[side.name]) for group in groups)
-    by_turn = [
-        sum(g.outcomes[plain][t].seconds for g in groups)
-        / sum(g.outcomes[side.name][t].seconds for g in groups)
-        for t in range(min(turns, *(len(g.outcomes[plain]) for g in groups)))
-    ]
-    last = [group.outcomes[side.name][-1] for group in groups]
-    texts = [text for outcome in last for text in outcome.texts]
-    expected = [text for group in groups for text in group.outcomes[plain][-1].texts]
-    tokens = sum(outcome.tokens for outcome in last)
-    entry: dict[str, Any] = {
-        "name": side.name,
-        "task": task,
-        "batch": side.batch,
-        "prompts": len(expected),
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds(side.name),
-        "speedup": seconds(plain) / seconds(side.name),
-        "speedup_spread": [min(by_turn), max(by_turn)],
-    }
-    if texts:
-        same = sum(a == b for a, b in zip(texts, expected, strict=True))
-        entry["identical"] = same / len(texts)
-    if isinstance(side, Ours):
-        stats = Stats()
-        for outcome in last:
-            stats.add(outcome.stats)
-        entry |= {
-            "drafter": side.name,
-            "lossless": all(outcome.lossless for outcome in last),
-            "decode_speedup": decode_seconds(plain) / decode_seconds(side.name),
-            "mean_acceptance_length": stats.mean_acceptance_length,
-            "acceptance_rate": stats.acceptance_rate,
-            "drafted_at": stats.drafted_at,
-            "accepted_at": stats.accepted_at,
-            "steps_by_nodes": stats.steps_by_nodes,
-            "seconds_by_nodes": stats.seconds_by_nodes,
-            # Mates share a pass and its time; each sequence counted both for itself.
-            "ms_per_pass": 1e3 * stats.verify_seconds / stats.steps,
-            "ms_per_step": 1e3 * stats.decode_seconds / stats.steps,
-            "seconds_by_stage": {
-                name: getattr(stats, f"{name}_seconds") / side.batch
-                for name in ("prefill", "draft", "verify", "other")
-            },
-        }
-    return entry

@@ -1,4 +1,4 @@
-"""Prompts to show and to measure with: the built-in set, or a file in Spec-Bench's format."""
+"""Prompts for the demo and for measurements: the built-in set, or a file in Spec-Bench's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BenchPrompt:
 
 
 def load_prompts(source: str | Path = "builtin") -> list[BenchPrompt]:
-    """One JSON object a line, with at least `turns`; `id` and `task` (or `category`) help."""
+    """JSON lines with `turns`, and optionally `id` and `task` (or `category`)."""
     if source == "builtin":
         text = resources.files("draftahead").joinpath("data/prompts.jsonl").read_text("utf-8")
     else:
@@ -27,7 +27,9 @@ def load_prompts(source: str | Path = "builtin") -> list[BenchPrompt]:
         except OSError as error:
             raise ConfigError(f"cannot read the prompts in {source}: {error.strerror}") from None
     found = []
-    for number, line in enumerate(text.split("\n"), start=1):  # texts may hold U+2028
+    for number, line in enumerate(
+        text.split("\n"), start=1
+    ):  # not splitlines: texts may hold U+2028
         if not line.strip():
             continue
         try:
@@ -38,7 +40,7 @@ def load_prompts(source: str | Path = "builtin") -> list[BenchPrompt]:
             task = str(entry.get("task") or entry.get("category") or "all")
             found.append(BenchPrompt(str(entry.get("id", number)), task, turns))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{source}, line {number}: no prompt ({error})") from None
+            raise ConfigError(f"{source}, line {number}: not a prompt ({error})") from None
     if not found:
         raise ConfigError(f"{source} holds no prompts")
     return found

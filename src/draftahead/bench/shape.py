@@ -1,24 +1,28 @@
-"""Models of a named shape with random weights: what the engine costs, without any download.
+"""Models of a named shape with random weights: the engine's overhead, without any download.
 
-The draft is the target's own first layers. The other layers are scaled down until draft and target
-agree as often as asked for; then the measured speed-up is held against the one that the measured
-acceptance and the measured times of single passes predict. What is missing is the engine's.
+The draft model is the target's own first layers. The other layers are scaled down until both agree
+on a given share of tokens (the simulated acceptance rate). The measured speed-up is then compared
+with the one predicted from the measured acceptance and the latency of single forward passes: the
+difference is the engine's overhead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftahead.bench.rows import measure_rows
-from draftahead.bench.sides import Ours
+from draftahead.bench.configurations import PLAIN, Configuration, Draftahead, transformers_assisted
+from draftahead.bench.latency import measure_latency
+from draftahead.bench.machine import peak_memory, provenance
+from draftahead.bench.measure import OVERALL, PromptBatch, measure, results_of
+from draftahead.core.device import default_device, device_of
 from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.core.stats import Stats
 from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError, nearest
@@ -27,14 +31,14 @@ from draftahead.llm import LLM
 
 @dataclass(frozen=True)
 class Shape:
-    layers: int
-    draft_layers: int
-    hidden: int
-    inner: int
-    heads: int
-    key_heads: int
-    vocabulary: int
-    width: int = 128
+    num_layers: int
+    draft_layers: int  # of the draft model
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    head_dim: int = 128
 
 
 SHAPES = {
@@ -43,15 +47,84 @@ SHAPES = {
     "smollm2-135m": Shape(30, 4, 576, 1536, 9, 3, 49152, 64),
     "tiny": Shape(4, 1, 64, 128, 4, 2, 512, 32),
 }
-PROMPT = 256  # random tokens
-STEPS = 12  # of the search for a scale
-NEAR = 0.01  # to the agreement that was asked for
-PERFECT = "perfect"  # the side whose drafter knows what the target will say
+PROMPT_LENGTH = 256  # random tokens
+SEARCH_STEPS = 12  # bisection steps of the search for the scale
+TOLERANCE = 0.01  # of the simulated acceptance rate, at which the search ends
+DRAFT, PERFECT = "draft_model", "perfect"  # configurations, beside plain decoding
+
+ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]  # title, total
+
+
+def measure_shape(
+    name: str,
+    params: SamplingParams,
+    *,
+    acceptance_rate: float,
+    num_drafted: int,
+    dtype: str | None,
+    device: str | None,
+    num_prompts: int,
+    repeats: int,
+    against_transformers: bool,
+    progress_bar: ProgressBar,
+) -> dict[str, Any]:
+    """The report of `draftahead bench --shape`."""
+    where = torch.device(device) if device else default_device()
+    chosen_dtype = dtype_for(dtype, where)
+    target, draft = build_pair(name, chosen_dtype, where)
+    max_tokens = params.max_tokens or 64
+    generator = torch.Generator().manual_seed(1)
+    size = (num_prompts, PROMPT_LENGTH)
+    prompts = torch.randint(0, SHAPES[name].vocab_size, size, generator=generator).tolist()
+    perfect = PerfectDrafter(num_drafted)
+    drafters: dict[str, Any] = {
+        PLAIN: PLAIN,
+        DRAFT: {"method": DRAFT, "model": draft, "num_speculative_tokens": num_drafted},
+        PERFECT: perfect,
+    }
+    context = PROMPT_LENGTH + max_tokens + 8
+    ours = {
+        key: Draftahead(key, LLM(target, drafter, max_batch=1, max_context=context), 1)
+        for key, drafter in drafters.items()
+    }
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+
+    def first_token_acceptance() -> float:
+        stats = ours[DRAFT].run(prompts, greedy).stats
+        return stats.accepted_at[0] / stats.drafted_at[0]
+
+    with progress_bar(f"{name}, acceptance rate {acceptance_rate}", SEARCH_STEPS) as step:
+        upper = target.model.layers[SHAPES[name].draft_layers :]
+        found = scale_layers(upper, first_token_acceptance, acceptance_rate, step)
+    texts = ours[PLAIN].run(prompts, greedy).texts
+    perfect.texts = {tuple(p): text for p, text in zip(prompts, texts, strict=True)}
+    configurations: list[Configuration] = [*ours.values()]
+    if against_transformers:
+        configurations += transformers_assisted(target, draft, num_drafted)
+    batches = [PromptBatch("random text", [prompt]) for prompt in prompts]
+    with progress_bar(name, len(batches) * len(configurations) * repeats) as step:
+        results = results_of(measure(configurations, batches, params, repeats, step))
+    results = [row for row in results if row["task"] == OVERALL]  # there is one task only
+    return (
+        provenance()
+        | {
+            "shape": name,
+            "acceptance_rate_requested": acceptance_rate,
+            "simulated_acceptance_rate": found,
+            "dtype": str(chosen_dtype),
+        }
+        | overheads(ours, results, num_drafted)
+        | {
+            "results": [row for row in results if "drafter" in row],
+            "other_engines": [row for row in results if "drafter" not in row],
+            "peak_memory_bytes": peak_memory(where),
+        }
+    )
 
 
 def dtype_for(name: str | None, device: torch.device) -> torch.dtype:
     if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device_of(device).is_gpu else torch.float32
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"unknown dtype {name!r}: float32, bfloat16 or float16")
@@ -60,20 +133,20 @@ def dtype_for(name: str | None, device: torch.device) -> torch.dtype:
 
 @torch.no_grad()
 def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """A target with random weights, and a draft that shares its first layers."""
+    """A target with random weights, and a draft model that shares its first layers."""
     if name not in SHAPES:
         raise ConfigError(f"unknown shape {name!r}{nearest(name, SHAPES)}")
     shape, before = SHAPES[name], torch.get_default_dtype()
 
-    def config(layers: int) -> LlamaConfig:
+    def config(num_layers: int) -> LlamaConfig:
         return LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.inner,
-            num_hidden_layers=layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.key_heads,
-            head_dim=shape.width,
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             max_position_embeddings=8192,
             eos_token_id=None,
             bos_token_id=None,
@@ -83,12 +156,12 @@ def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any
     try:
         torch.set_default_dtype(dtype)
         with device:
-            target = LlamaForCausalLM(config(shape.layers)).eval()
+            target = LlamaForCausalLM(config(shape.num_layers)).eval()
             draft = LlamaForCausalLM(config(shape.draft_layers)).eval()
     finally:
         torch.set_default_dtype(before)
     for parameter in target.parameters():
-        if parameter.ndim > 1:  # large enough that layers change what is said
+        if parameter.ndim > 1:  # larger than the initialisation, so that layers change the output
             parameter.normal_(0, parameter.shape[1] ** -0.5)
     draft.lm_head, draft.model.norm = target.lm_head, target.model.norm
     draft.model.embed_tokens = target.model.embed_tokens
@@ -96,109 +169,81 @@ def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any
     return target, draft
 
 
-def prompts_for(vocabulary: int, count: int, length: int = PROMPT) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, vocabulary, (count, length), generator=generator).tolist()
+class PerfectDrafter(Drafter):
+    """Drafts the tokens that the target will generate: the cost of a step whose tokens are all
+    accepted."""
 
+    def __init__(self, num_drafted: int) -> None:
+        self.num_drafted = num_drafted
+        self.texts: dict[tuple[int, ...], list[int]] = {}  # by prompt
 
-def agreement_of(side: Ours, prompts: list[list[int]], tokens: int) -> float:
-    """How often the first guess is what the target says."""
-    stats: Stats = side.run(prompts, SamplingParams(temperature=0, max_tokens=tokens)).stats
-    return stats.accepted_at[0] / stats.drafted_at[0]
+    def propose(self, batch: Batch) -> Draft | None:
+        chains = []
+        for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
+            text, at = self.texts.get(sequence.request.prompt, []), sequence.num_generated
+            chains.append(text[at : at + min(self.num_drafted, max_depth)])
+        return Draft.chains(batch.roots, chains) if any(chains) else None
 
 
 @torch.no_grad()
-def calibrate(
-    target: Any,
-    draft_layers: int,
-    measured: Callable[[], float],
+def scale_layers(
+    layers: Any,
+    acceptance_rate: Callable[[], float],
     wanted: float,
     progress: Callable[[], None] = lambda: None,
 ) -> float:
-    """Scales what the upper layers add until `measured()` is near `wanted`; returns what it is.
-    With the scale at 0 draft and target are one, with a large scale they have little in common."""
+    """Scales the output projections of the layers above the draft model by bisection, until
+    `acceptance_rate()` is near `wanted`. Returns what it is. At scale 0 draft model and target
+    agree on every token, at a large scale on few."""
     if not 0 < wanted <= 1:
-        raise ConfigError(f"--agreement must be above 0 and at most 1, not {wanted}")
-    upper = target.model.layers[draft_layers:]
+        raise ConfigError(f"--acceptance-rate must be above 0 and at most 1, not {wanted}")
     weights = [
-        w for layer in upper for w in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)
+        w for layer in layers for w in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)
     ]
-    now = 1.0
+    current = 1.0
 
-    def tried(scale: float) -> float:
-        nonlocal now
+    def rate_at(scale: float) -> float:
+        nonlocal current
         for weight in weights:
-            weight.mul_(scale / now)
-        now = scale
-        return measured()
+            weight.mul_(scale / current)
+        current = scale
+        return acceptance_rate()
 
     low, high = 0.0, 4.0
-    found: list[tuple[float, float]] = []  # (how far off, scale)
-    for _ in range(STEPS):
+    tried: list[tuple[float, float]] = []  # (distance from the wanted rate, scale)
+    for _ in range(SEARCH_STEPS):
         scale = (low + high) / 2
-        got = tried(scale)
-        found.append((abs(got - wanted), scale))
-        low, high = (scale, high) if got > wanted else (low, scale)
+        rate = rate_at(scale)
+        tried.append((abs(rate - wanted), scale))
+        low, high = (scale, high) if rate > wanted else (low, scale)
         progress()
-        if found[-1][0] < NEAR:
-            return got
-    return tried(min(found)[1])
+        if tried[-1][0] < TOLERANCE:
+            return rate
+    return rate_at(min(tried)[1])
 
 
-class Known(Drafter):
-    """Guesses that are always right: what a step of so many rows costs when all is accepted."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.answers: dict[tuple[int, ...], list[int]] = {}  # by prompt
-
-    def propose(self, batch: Batch) -> Draft | None:
-        guesses = []
-        for sequence, room in zip(batch.sequences, batch.max_depths, strict=True):
-            answer = self.answers.get(sequence.request.prompt, [])
-            done = sequence.num_generated
-            guesses.append(answer[done : done + min(self.count, room)])
-        return Draft.chains(batch.roots, guesses) if any(guesses) else None
-
-
-def sides_for(
-    target: Any, draft: Any, count: int, prompts: list[list[int]], tokens: int
-) -> list[Ours]:
-    """Plain, drafted by the first layers, and with a drafter that is always right."""
-    most = len(prompts[0]) + tokens + 8
-    known = Known(count)
-    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": count}
-    drafters: dict[str, Any] = {"none": "none", "draft_model": config, PERFECT: known}
-    return [
-        Ours(name, LLM(target, drafter, max_batch=1, max_context=most), 1)
-        for name, drafter in drafters.items()
-    ]
-
-
-def learn_answers(sides: list[Ours], prompts: list[list[int]], tokens: int) -> None:
-    """Tells the knowing drafter what plain decoding says."""
-    texts = sides[0].run(prompts, SamplingParams(temperature=0, max_tokens=tokens)).texts
-    known = sides[-1].llm.engine.drafter
-    assert isinstance(known, Known)
-    known.answers = {tuple(p): text for p, text in zip(prompts, texts, strict=True)}
-
-
-def overheads(sides: list[Ours], results: list[dict[str, Any]], count: int) -> dict[str, Any]:
-    """What was measured beside what the times of single passes predict."""
-    draft_passes = sides[1].llm.engine.drafter.runner  # type: ignore[attr-defined]
-    rows = tuple(sorted({1, 2, 4, count + 1, 8, 16, 32}))
-    curve = measure_rows(sides[0].llm.engine.verifier.runner, rows=rows, context=PROMPT + 64)
-    draft = measure_rows(draft_passes, rows=(1, 2), context=PROMPT + 64)
-    target_ms = {row["rows"]: row["median_ms"] for row in curve["rows"]}
-    draft_ms = {row["rows"]: row["median_ms"] for row in draft["rows"]}
-    by_name = {row["name"]: row for row in results if row["task"] == "overall"}
-    plain, drafted, perfect = (by_name[side.name] for side in sides)
-    passes = target_ms[count + 1] + draft_ms[2] + (count - 1) * draft_ms[1]
+def overheads(
+    ours: dict[str, Draftahead], results: list[dict[str, Any]], num_drafted: int
+) -> dict[str, Any]:
+    """Measured times of steps beside those predicted from the latency of single forward passes."""
+    draft_runner = ours[DRAFT].llm.engine.drafter.runner  # type: ignore[attr-defined]
+    sizes = tuple(sorted({1, 2, 4, num_drafted + 1, 8, 16, 32}))
+    context = PROMPT_LENGTH + 64
+    target = measure_latency(
+        ours[PLAIN].llm.engine.verifier.runner, num_tokens=sizes, context=context
+    )
+    draft = measure_latency(draft_runner, num_tokens=(1, 2), context=context)["latency"]
+    target_ms = {row["tokens"]: row["median_ms"] for row in target["latency"]}
+    draft_ms = {row["tokens"]: row["median_ms"] for row in draft}
+    by_name = {row["name"]: row for row in results}
+    plain, drafted, perfect = (by_name[name] for name in (PLAIN, DRAFT, PERFECT))
+    # The draft model first reads the last two tokens, then one per further drafted token.
+    forward_ms = target_ms[num_drafted + 1] + draft_ms[2] + (num_drafted - 1) * draft_ms[1]
     length = drafted["mean_acceptance_length"]
-    predicted = length * target_ms[1] / passes
-    return curve | {
-        "draft_rows": draft["rows"],
-        "speculative_tokens": count,
+    predicted = length * target_ms[1] / forward_ms
+    return target | {
+        "draft_latency": draft,
+        "num_speculative_tokens": num_drafted,
         "plain_ms_per_token": plain["ms_per_step"],
         "drafted_ms_per_step": drafted["ms_per_step"],
         "drafted_ms_per_token": drafted["ms_per_step"] / length,
@@ -206,7 +251,7 @@ def overheads(sides: list[Ours], results: list[dict[str, Any]], count: int) -> d
         "speedup": drafted["decode_speedup"],
         "predicted_speedup": predicted,
         "measured_over_predicted": drafted["decode_speedup"] / predicted,
-        "outside_passes_plain": 1 - target_ms[1] / plain["ms_per_step"],
-        "outside_passes_drafted": 1 - passes / drafted["ms_per_step"],
+        "outside_forward_plain": 1 - target_ms[1] / plain["ms_per_step"],
+        "outside_forward_drafted": 1 - forward_ms / drafted["ms_per_step"],
         "accepted_step_over_plain_step": perfect["ms_per_step"] / plain["ms_per_step"],
     }

@@ -1,7 +1,8 @@
-"""The command line. One file a command; this one joins them and says errors in one line."""
+"""The command line: one file per command, joined here; errors are printed as one line."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -20,38 +21,46 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command("demo")(demo.demo)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("models")(models.models)
-app.command("bench")(bench.bench)
-app.command("tune")(tune.tune)
+app.command()(demo.demo)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(models.models)
+app.command()(bench.bench)
+app.command()(tune.tune)
 app.add_typer(train.app, name="train")
 
 
-def _tell_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"draftahead {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _options(
+def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log decisions and fallbacks to standard error.")
     ] = False,
 ) -> None:
-    pass
+    if verbose:  # without a handler, Python prints warnings only
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("draftahead").setLevel(logging.INFO)
 
 
-def _one_line(message: object, category: type[Warning], *_: object, **__: object) -> None:
+def _show_warning(message: object, category: type[Warning], *_: object, **__: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
 def main() -> None:
-    warnings.showwarning = _one_line
+    warnings.showwarning = _show_warning
     try:
-        app()  # ends by SystemExit; mistyped options and Ctrl-C (130) are its own affair
+        app()  # raises SystemExit; typer handles mistyped options and Ctrl-C (exit code 130)
     except DraftaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

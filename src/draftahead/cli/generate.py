@@ -23,68 +23,46 @@ if TYPE_CHECKING:
 DRAFTED = "bold green"
 
 
+@options.grouped
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
-    model: options.Model = "smollm2",
-    drafter: options.Drafter = None,
-    draft_model: options.DraftModel = None,
-    speculative_config: options.SpeculativeConfig = None,
-    num_speculative_tokens: options.Tokens = None,
-    exact: options.Exact = "distribution",
+    model: options.LLMOptions,
+    drafter: options.DrafterOptions,
+    sampling: options.SamplingOptions,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    exact: options.Exact = None,
     not_lossless: options.NotLossless = False,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    max_tokens: options.MaxTokens = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="With the chat template, or as it is.")
+        bool | None, typer.Option("--chat/--raw", help="With or without the chat template.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Tell what drafting did.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print drafting statistics.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Tell why it drafted as it did.")
+        bool, typer.Option("--explain", help="Print what the policy decided, and why.")
     ] = False,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    quantize: options.Quantize = None,
     max_context: options.MaxContext = None,
 ) -> None:
     """Continue a prompt. On a terminal, drafted tokens are green."""
     text = _standard_input() if prompt == "-" else prompt
     if not text:
         raise PromptError("the prompt is empty: give some text, or - and text on standard input")
-    sampling = options.sampling_from(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        max_tokens=max_tokens,
-        seed=seed,
-        stop=stop,
-    )
-    chosen = options.drafter_from(drafter, draft_model, speculative_config, num_speculative_tokens)
-    llm = options.build_llm(
-        model,
-        chosen,
+    params = sampling.params(stop=stop)
+    llm = model.build(
+        drafter.config(num_speculative_tokens),
         exact=exact,
         lossless=not not_lossless,
-        dtype=dtype,
-        device=device,
-        quantize=quantize,
         max_context=max_context,
     )
     if chat is None:
         chat = getattr(llm.tokenizer, "chat_template", None) is not None
-    asked: Any = [{"role": "user", "content": text}] if chat else text
+    request: Any = [{"role": "user", "content": text}] if chat else text
     if as_json:
-        completion = llm.generate([asked], sampling)[0]
-        print(json.dumps(as_dict(completion), ensure_ascii=False))
+        completion = llm.generate([request], params)[0]
+        print(json.dumps(_as_dict(completion), ensure_ascii=False))
     else:
-        completion = show_stream(llm, asked, sampling)
-    notes = Console(stderr=True, highlight=False)
+        completion = show_stream(llm, request, params)
+    notes = options.notes_console()
     reasons = llm.explain()
     if not completion.lossless:
         notes.print(reasons.pop(0), style="red")
@@ -103,26 +81,26 @@ def _standard_input() -> str:
 
 
 def show_stream(
-    llm: LLM, prompt: Any, sampling: SamplingParams, *, reuse: bool = False
+    llm: LLM, prompt: Any, params: SamplingParams, *, reuse: bool = False
 ) -> Completion:
-    """Prints the text as it comes. Returns the completion; a Ctrl-C passes through."""
+    """Prints the text as it is generated and returns the completion. Ctrl-C passes through."""
     console = Console(soft_wrap=True, highlight=False)
-    stream = llm.stream(prompt, sampling, reuse=reuse)
+    stream = llm.stream(prompt, params, reuse=reuse)
     while True:
         try:
-            piece = next(stream)
+            chunk = next(stream)
         except StopIteration as end:
             print()
             return end.value  # type: ignore[no-any-return]
         if console.is_terminal:
-            style = DRAFTED if any(piece.drafted) else ""
-            console.print(Text(piece.text, style=style), end="")
-        else:  # as it is: rich would turn tabs into spaces
-            sys.stdout.write(piece.text)
+            style = DRAFTED if any(chunk.drafted) else ""
+            console.print(Text(chunk.text, style=style), end="")
+        else:  # not through rich, which turns tabs into spaces
+            sys.stdout.write(chunk.text)
         sys.stdout.flush()
 
 
-def as_dict(completion: Completion) -> dict[str, Any]:
+def _as_dict(completion: Completion) -> dict[str, Any]:
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -136,15 +114,17 @@ def as_dict(completion: Completion) -> dict[str, Any]:
 
 
 def stats_table(stats: Stats) -> Table:
+    pairs = zip(stats.accepted_at, stats.drafted_at, strict=True)
+    positions = "  ".join(f"{accepted}/{drafted}" for accepted, drafted in pairs)
+    stages = ("prefill", "draft", "verify", "other")
     table = Table(show_header=False, box=None)
-    table.add_row("tokens", f"{stats.tokens} in {stats.steps} target passes")
-    table.add_row("mean acceptance length", f"{stats.mean_acceptance_length:.2f} tokens a pass")
-    rate = f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens"
-    table.add_row("acceptance rate", rate)
-    by_depth = zip(stats.accepted_at, stats.drafted_at, strict=True)
-    table.add_row("by depth", "  ".join(f"{a}/{d}" for a, d in by_depth) or "-")
-    table.add_row("tokens/s", f"{stats.tokens_per_second:.1f} while decoding")
-    names = ("prefill", "draft", "verify", "other")
-    seconds = "  ".join(f"{name} {getattr(stats, name + '_seconds'):.2f}" for name in names)
-    table.add_row("seconds", seconds)
+    for name, value in {
+        "tokens": f"{stats.tokens} in {stats.steps} forward passes",
+        "mean acceptance length": f"{stats.mean_acceptance_length:.2f} tokens per forward pass",
+        "acceptance rate": f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens",
+        "accepted/drafted at position 1, 2, ...": positions or "-",
+        "tokens/s": f"{stats.tokens_per_second:.1f} while decoding",
+        "seconds": "  ".join(f"{s} {getattr(stats, s + '_seconds'):.2f}" for s in stages),
+    }.items():
+        table.add_row(name, value)
     return table

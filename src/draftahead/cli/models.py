@@ -1,22 +1,39 @@
-"""`draftahead models`: what is known by a short name, and where it lies."""
+"""`draftahead models`: the known aliases; and how a model would run on this machine."""
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+import typer
 from rich.table import Table
 
-from draftahead.cli.options import output_console
+from draftahead.cli import options
+from draftahead.errors import ConfigError
 from draftahead.loader import hub
 
 
-def models() -> None:
-    """List the aliases, where they are cached, and their sizes."""
+def models(
+    model: Annotated[str | None, typer.Argument(help="For --check; unset: smollm2.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Load MODEL and print which backend runs it, and why.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(help="For --check: float32, bfloat16 ...")] = None,
+    device: Annotated[str | None, typer.Option(help="For --check: cpu, cuda ...")] = None,
+    quantize: Annotated[str | None, typer.Option(help="For --check: int8.")] = None,
+) -> None:
+    """List aliases, cache folders and sizes; or check how a model would run."""
+    if check:
+        chosen = options.LLMOptions(model or "smollm2", dtype, device, quantize)
+        llm: Any = chosen.build("none")
+        lines = llm.describe()
+        typer.echo(lines if isinstance(lines, str) else "\n".join(lines))
+        return
+    if model is not None:
+        raise ConfigError(f"to check how {model} would run, add --check")
     table = Table("alias", "model", "cached in", "size")
     for entry in hub.catalogue():
-        where = str(entry.path) if entry.path else "not fetched yet"
+        where = str(entry.path) if entry.path else "not downloaded yet"
         size = f"{entry.size / 1e6:.0f} MB" if entry.size else "-"
         table.add_row(entry.alias, entry.title, where, size)
-    console = output_console()
-    console.print(table)
-    console.print(
-        "Any other model: a hub id (org/name), a folder, or a .gguf file.", highlight=False
-    )
+    options.output_console().print(table)
+    typer.echo("Any other model: a hub id (org/name), a folder, or a .gguf file.")

@@ -1,92 +1,76 @@
-"""`draftahead tune`: what each number of guesses is worth here, and what the policy makes of it."""
+"""`draftahead tune`: the speed-up of each number of drafted tokens, and of the policy."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from draftahead.bench.prompts import load_prompts
-from draftahead.cli import bench, options
+from draftahead.cli import options
 from draftahead.errors import ConfigError
 
-if TYPE_CHECKING:
-    from draftahead.bench.sides import Side
+
+@dataclass(frozen=True)
+class TuneOptions(options.BenchOptions):
+    limit: Annotated[int | None, typer.Option(help="Prompts per task.", min=1)] = 1
+    repeats: Annotated[int, typer.Option(help="Repetitions; the median counts.", min=1)] = 2
 
 
+@options.grouped
 def tune(
-    model: options.Model = "smollm2",
-    drafter: options.Drafter = None,
-    draft_model: options.DraftModel = None,
-    speculative_config: options.SpeculativeConfig = None,
-    guesses: Annotated[str, typer.Option(help="Numbers to try, with commas.")] = "1,3,5,7,11,15",
-    prompts: Annotated[str, typer.Option(help="builtin, or a file as Spec-Bench's.")] = "builtin",
-    limit: Annotated[int | None, typer.Option(help="Prompts of each task.", min=1)] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Tokens a prompt.")] = 64,
-    batch: Annotated[int, typer.Option(help="Texts at once.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Turns; the median counts.", min=1)] = 2,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures.", metavar="FILE")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them into a PNG file.")] = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    quantize: options.Quantize = None,
+    model: options.LLMOptions,
+    drafter: options.DrafterOptions,
+    measured: TuneOptions,
+    num_speculative_tokens: Annotated[
+        str,
+        typer.Option(
+            "--num-speculative-tokens", "-k", help="Numbers to measure, separated by commas."
+        ),
+    ] = "1,3,5,7,11,15",
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
 ) -> None:
-    """Show what drafting costs and gives on this machine, for every number of guesses."""
+    """Measure what drafting costs and gains on this machine, by number of drafted tokens."""
     from draftahead.bench import tune as tuning
+    from draftahead.bench.configurations import with_drafters
+    from draftahead.bench.latency import REPEATS, WARM_UP, interpolated, measure_latency
     from draftahead.bench.machine import provenance
-    from draftahead.bench.measure import results_of
-    from draftahead.bench.report import rows_table
-    from draftahead.bench.rows import between, measure_rows
-    from draftahead.bench.sides import Ours
+    from draftahead.bench.measure import measure, prepare, results_of
+    from draftahead.bench.report import latency_table
 
-    console, notes = options.output_console(), Console(stderr=True)
-    for file in (json_file, plot):
-        if file is not None:
-            options.check_writable(file)
-    numbers = options.numbers_of("--guesses", guesses)
-    config = options.drafter_from(drafter, draft_model, speculative_config, None)
+    console, notes = options.output_console(), options.notes_console()
+    measured.check_files()
+    numbers = options.split_numbers("--num-speculative-tokens", num_speculative_tokens)
+    config, params = drafter.config(), measured.params()
     if "num_speculative_tokens" in config or config.get("method") == "none":
-        raise ConfigError("tune tries numbers of guesses itself: name a drafter, without a number")
-    sampling = options.sampling_from(temperature=temperature, max_tokens=max_tokens, seed=seed)
-    chosen = load_prompts(prompts)
-    first = options.build_llm(model, "none", dtype=dtype, device=device, quantize=quantize)
+        raise ConfigError("tune measures several numbers: name a drafter, without a fixed number")
+    prompts = None if measured.prompts == "random" else load_prompts(measured.prompts)
+    llm = model.build("none")
     name = str(config.get("method", "draft_model"))
-    report: dict[str, Any] = provenance() | {"model": model, "drafter": name, "batch": batch}
-    with options.progress_bar(notes, "T(rows)", 17) as step:
-        report |= measure_rows(first.engine.verifier.runner, progress=step)
-    console.print(rows_table(report))
-    groups, context = bench.groups_for(first, chosen, batch, limit, sampling)
-    sides: list[Side] = [bench.side("none", first, {"method": "none"}, batch, context)]
-    for number in numbers:
-        fixed = config | {"num_speculative_tokens": number}
-        sides.append(bench.side(str(number), first, fixed, batch, context))
-    own = bench.side(tuning.DEFAULT, first, config, batch, context)
-    assert isinstance(own, Ours)
+    report: dict[str, Any] = provenance() | {"model": model.model, "drafter": name, "batch": batch}
+    with options.progress_bar(notes, "latency by number of tokens", REPEATS + WARM_UP) as step:
+        report |= measure_latency(llm.engine.verifier.runner, progress=step)
+    console.print(latency_table(report))
+    batches, context = prepare(llm, prompts, batch, measured.limit, params)
+    drafters = {str(n): config | {"num_speculative_tokens": n} for n in numbers}
+    ours = with_drafters(llm, drafters | {tuning.DEFAULT: config}, batch, context)
+    own = ours[-1]
     if getattr(own.llm.engine.drafter, "adaptive", False):
-        own.name = tuning.GUIDED
-    sides.append(own)
-    found = bench.run(notes, sides, groups, sampling, repeats)
-    if not found.groups:
-        raise ConfigError("interrupted before the first prompt was through: nothing to tell")
-    results = results_of(found, "none")
-    report["results"] = results
-    report["depths"] = tuning.by_depth(results)
-    report["passes"] = tuning.passes_of(results)
-    report["choices"] = tuning.choices(results, between(report["passes"], "mean_ms"))
-    report["reasons"] = [*own.llm.explain(), tuning.verdict(report["choices"])]
-    console.print(tuning.depth_table(report["depths"]))
-    title = f"{model}, {name}, batch {batch}: what a number of guesses is worth"
-    console.print(tuning.choices_table(report["choices"], title))
+        own.name = tuning.AUTOMATIC
+    runs = len(batches) * len(ours) * measured.repeats
+    with options.progress_bar(notes, f"batch {batch}", runs) as step:
+        measurement = measure(ours, batches, params, measured.repeats, step)
+    if not measurement.batches:
+        raise ConfigError("interrupted before the first prompt was measured: no results")
+    report["results"] = results = results_of(measurement)
+    report["positions"] = tuning.acceptance_by_position(results)
+    report["forward"] = tuning.forward_latency(results)
+    report["speedups"] = tuning.speedups(results, interpolated(report["forward"], "mean_ms"))
+    report["reasons"] = [*own.llm.explain(), tuning.advice(report["speedups"])]
+    console.print(tuning.acceptance_table(report["positions"]))
+    title = f"{model.model}, {name}, batch {batch}: speed-up by number of drafted tokens"
+    console.print(tuning.speedup_table(report["speedups"], title))
     for reason in report["reasons"]:
         console.print(f"- {reason}", highlight=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    if plot is not None:
-        tuning.draw(report, plot)
+    measured.write(report, tuning.draw)

@@ -1,14 +1,251 @@
-"""The device that tensors lie on."""
+"""Devices: one object for all that differs between a CPU and a GPU.
+
+Other modules ask `device_of(tensor.device)` and compare no device types themselves, so tests can
+put an emulated GPU in the place of a real one (`FACTORIES`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
+import psutil
 import torch
 from torch import Tensor
 
 
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def record(self, stream: Any = None) -> None:
+        """Puts it behind all work that was launched so far."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it, or it was never recorded."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has passed it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from here to another event; both made with `timing`."""
+        ...
+
+
+class Captured(Protocol):
+    """Work of a device that was captured as a graph."""
+
+    output: Any  # what the captured function returned: every replay writes there again
+
+    def replay(self) -> None: ...
+
+
+class GraphMemory(Protocol):
+    """Where graphs are captured: they share memory, for no two of them run at the same time."""
+
+    def capture(self, body: Callable[[], Any]) -> Captured:
+        """Runs `body`, which must not wait for the device, and returns it as a graph."""
+        ...
+
+    def renew(self) -> None:
+        """To be called when the last graph was dropped: its memory went with it."""
+
+
+class Device:
+    """A device without CUDA graphs, such as a CPU."""
+
+    is_gpu = False
+    # What capturing raises where something cannot be captured; anything else is a fault of ours.
+    capture_errors: tuple[type[Exception], ...] = (RuntimeError,)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Within, it is the current device."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Waits for all work of the device."""
+
+    def pinned(self, values: Tensor) -> Tensor:
+        """A CPU tensor in memory that the device can read by itself."""
+        return values
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether its values can be read without waiting for a device."""
+        return tensor.device.type == "cpu"
+
+    def small_tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def event(self, *, timing: bool = False) -> Event:
+        raise NotImplementedError(f"{self.device} has no events")
+
+    def mark(self, event: Event) -> None:
+        """Records an event in the stream that the device works on."""
+        raise NotImplementedError(f"{self.device} has no events")
+
+    def refusing_to_wait(self) -> AbstractContextManager[None]:
+        """Within, what waits for the device raises a RuntimeError."""
+        return nullcontext()
+
+    def graph_memory(self) -> GraphMemory:
+        raise NotImplementedError(f"{self.device} has no graphs")
+
+    def shared_memory(self) -> int | None:
+        """Bytes of on-chip memory that one block of a kernel may use, if known."""
+        return None
+
+    def free_memory(self) -> int | None:
+        """Bytes, or None where the system does not tell."""
+        return int(psutil.virtual_memory().available) if self.is_cpu else None
+
+    def peak_memory(self) -> int | None:
+        """Most bytes allocated so far, or None where that is not the device's own memory."""
+        return None
+
+    def delay(self) -> None:
+        """Keeps the device busy for about a millisecond."""
+
+
+class CudaDevice(Device):
+    is_gpu = True
+
+    @property
+    def capture_errors(self) -> tuple[type[Exception], ...]:  # type: ignore[override]
+        """CUDA's and torch's are RuntimeErrors; Triton's, for its kernels, are not."""
+        triton = sys.modules.get("triton.errors")
+        return (RuntimeError,) if triton is None else (RuntimeError, triton.TritonError)
+
+    def active(self) -> AbstractContextManager[Any]:
+        if self.device.index in (None, torch.cuda.current_device()):
+            return nullcontext()  # to ask costs less than to set
+        return torch.cuda.device(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def pinned(self, values: Tensor) -> Tensor:
+        return values.pin_memory()
+
+    def small_tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
+        host = torch.tensor(values, dtype=dtype).pin_memory()
+        return host.to(self.device, non_blocking=True)
+
+    def event(self, *, timing: bool = False) -> Event:
+        make: Any = torch.cuda.Event
+        found: Event = make(enable_timing=True) if timing else make()
+        return found
+
+    def mark(self, event: Event) -> None:
+        event.record(torch.cuda.current_stream(self.device))
+
+    @contextmanager
+    def refusing_to_wait(self) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def graph_memory(self) -> GraphMemory:
+        return CudaGraphMemory(self.device)
+
+    def shared_memory(self) -> int | None:
+        limits = torch.cuda.get_device_properties(self.device)
+        return int(getattr(limits, "shared_memory_per_block_optin", 99 * 1024))
+
+    def free_memory(self) -> int | None:
+        # What the allocator keeps for itself but does not use is free for us too.
+        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + idle
+
+    def peak_memory(self) -> int | None:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def delay(self) -> None:
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+
+
+_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator may still ask them, so they stay
+
+
+class CudaGraphMemory:
+    """A memory pool, and a stream of its own to capture on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool: Any = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def renew(self) -> None:
+        with torch.cuda.device(self._device):
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, body: Callable[[], Any]) -> Captured:
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # a graph or host memory that dies meanwhile would spoil the capture
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    output = body()
+                finally:
+                    graph.capture_end()
+        except BaseException:
+            _FAILED.append(graph)
+            raise
+        finally:
+            if collects:
+                gc.enable()
+        return CudaGraph(graph, output)
+
+
+class CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Any) -> None:
+        self.output = output
+        self.replay = graph.replay  # without a call in between: it is on the path of every forward
+
+
+# By type of device; others are plain `Device`s.
+FACTORIES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaDevice}
+_KNOWN: dict[torch.device, Device] = {}
+
+
+def device_of(device: torch.device) -> Device:
+    found = _KNOWN.get(device)
+    if found is None:
+        found = _KNOWN[device] = FACTORIES.get(device.type, Device)(device)
+    return found
+
+
 def small_tensor(values: Any, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A small tensor on a device, without waiting for it."""
-    found = torch.tensor(values, dtype=dtype)
-    return found if str(device) == "cpu" else found.pin_memory().to(device, non_blocking=True)
+    """A tensor of some host values on a device, without waiting for the device."""
+    return device_of(torch.device(device)).small_tensor(values, dtype)
+
+
+def gpu_count() -> int:
+    """GPUs that are there."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if gpu_count() else None
+
+
+def default_device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if gpu_count() else "cpu")

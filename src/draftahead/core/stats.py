@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 class Stats:
     """Counts and seconds of one sequence, or of several added up.
 
-    Seconds are wall time of the steps that the sequence took part in: the sequences of a batch share
-    them. Not counted: what a device does while the reader of a stream is busy with something else.
+    Seconds are wall time of the steps that the sequence took part in: all sequences of a batch have
+    the same. Not counted: what a device does while the reader of a stream does something else.
     """
 
     prompt_tokens: int = 0

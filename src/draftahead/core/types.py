@@ -154,7 +154,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What one forward computed. Good until the next forward, which may write to the same memory."""
+    """What one forward computed; valid until the next one, which may reuse the memory."""
 
     logits: Tensor  # [B, N, V], of the target, for the token after each node
     argmax: Tensor | None = (

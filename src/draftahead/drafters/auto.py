@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from draftahead.control.promises import TRIES, Costly, Offer, Promise, Unseen
 from draftahead.control.rates import Calibration, Usual
 from draftahead.core import tree as core_tree
+from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.drafters.base import Drafter, DrafterContext, check, positive
@@ -108,7 +109,7 @@ class Auto(Drafter):
 
     def _place_head(self, context: DrafterContext, *, asked: bool) -> None:
         drafts_on_device = bool(getattr(self.other, "drafts_on_device", False))
-        if context.device.type != "cpu" and not drafts_on_device and not asked:
+        if not device_of(context.device).is_cpu and not drafts_on_device and not asked:
             self.other = None  # level by level it would take longer than the target
             return
         # What it knows a head knows better, and a row has its price.

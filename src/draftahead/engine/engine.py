@@ -11,6 +11,7 @@ import torch
 from draftahead.control.policy import Policy, Spent
 from draftahead.core import tree
 from draftahead.core.detokenizer import Decode, Detokenizer
+from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import Stats, StepTimer
 from draftahead.core.types import (
@@ -66,7 +67,7 @@ class Engine:
         self._adaptive = drafter.adaptive  # the policy decides whether it is asked
         self._ids = itertools.count()
         # A device computes the next forward while the host is busy with the rest of a step.
-        self._launches_ahead = verifier.runner.device.type == "cuda"
+        self._launches_ahead = device_of(verifier.runner.device).is_gpu
         self._in_flight: InFlightStep | None = None
         if self._adaptive and not verifier.fixed_shape:  # there every forward costs the same
             self.policy.costs.survey(verifier.timed_forward, verifier.max_context)

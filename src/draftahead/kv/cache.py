@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
-from draftahead.core.device import small_tensor
+from draftahead.core.device import device_of, small_tensor
 from draftahead.errors import CacheMemoryError
 
 ALIGNMENT = 64  # bytes: CPU kernels load vectors of this size
@@ -382,7 +381,7 @@ class KVShapeProbe:
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, not garbage: a masked NaN would still poison a sum (0 * NaN). On a CPU the system
     commits a page when it is first written: few sequences fill their context."""
-    if device.type != "cpu":
+    if not device_of(device).is_cpu:
         return torch.zeros(size, dtype=dtype, device=device)
     needed = math.prod(size) * dtype.itemsize
     block = np.zeros(needed + ALIGNMENT, np.uint8)
@@ -402,10 +401,4 @@ def _check_memory(needed: int, slots: int, entries: int, device: torch.device) -
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes free on a device, or None where the system does not tell."""
-    if device.type == "cuda":
-        # What the allocator keeps for itself but does not use is free for us too.
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + idle
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    return None
+    return device_of(device).free_memory()

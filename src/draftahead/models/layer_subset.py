@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import Decoder
+from draftahead.backends.base import Backend
 from draftahead.backends.cpu.decoder import CpuDecoder
-from draftahead.backends.cpu.linear import Int8Linear, rows_of
+from draftahead.backends.cpu.linear import Int8Linear, output_subset
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
@@ -47,8 +47,10 @@ class LayerSubset:
         self.vocab_size = int(text_config(model).vocab_size)
         self._whole_head: Any = model.get_output_embeddings()
         self.tokens = tokens if type(self._whole_head) in (nn.Linear, Int8Linear) else None
-        self.head: Any = None if self.tokens is None else rows_of(self._whole_head, self.tokens)
-        self._backends: tuple[Decoder | None, Decoder | None] = (None, None)  # whole, subset
+        self.head: Any = (
+            None if self.tokens is None else output_subset(self._whole_head, self.tokens)
+        )
+        self._backends: tuple[Backend | None, Backend | None] = (None, None)  # whole, subset
         self._extra: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
 
     @property
@@ -59,12 +61,12 @@ class LayerSubset:
         own += _num_weights(self.head or self._whole_head)
         return own / (sum(sizes) + _num_weights(self._whole_head))
 
-    def decoder(self, whole: Decoder | None) -> Decoder | None:
+    def decoder(self, whole: Backend | None) -> Backend | None:
         """The backend of this subset, where `whole` is the whole model's and can be divided."""
         if self._backends[0] is not whole:
             own = None
             if isinstance(whole, CpuDecoder):
-                own = whole.part(self.layers, self.exit, self.head)
+                own = whole.layer_subset(self.layers, self.exit, self.head)
             self._backends = whole, own
         return self._backends[1]
 

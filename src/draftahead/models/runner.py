@@ -11,22 +11,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftahead.backends.base import CacheSlice, Decoder, DeviceTree
-from draftahead.backends.cpu.decoder import MOST_ROWS
-from draftahead.backends.cpu.linear import SmallRowLinears
+from draftahead.backends.base import Backend, CacheSlice, DeviceTree
+from draftahead.backends.cpu.kernels import MAX_NODES
+from draftahead.backends.cpu.linear import SmallBatchLinears
 from draftahead.backends.cuda.compaction import GraphedCompaction
-from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.padding import Padding
 from draftahead.backends.fingerprint import WeightFingerprint
-from draftahead.backends.select import kernels_for, recording_of
+from draftahead.backends.select import select_backend
 from draftahead.core import tree
+from draftahead.core.device import device_of
 from draftahead.core.types import ForwardOutput
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
@@ -58,6 +59,7 @@ class ModelRunner:
         support.refuse_unsupported(model)
         self.model, self.compiled = model, compiled
         self.device: torch.device = model.device
+        self._is_gpu = device_of(self.device).is_gpu
         self.vocab_size = int(text_config(model).vocab_size)
         self.model_context = support.context_limit(model)
         self.max_context = support.chosen_context(self.model_context, max_context)
@@ -65,8 +67,8 @@ class ModelRunner:
         self.uses_interface = bool(model._can_set_attn_implementation())
         self._configs = support.attention_configs(model) if self.uses_interface else []
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._linears = SmallRowLinears(model)
-        self._decoder: Decoder | None = None
+        self._linears = SmallBatchLinears(model)
+        self._decoder: Backend | None = None
         self._prefill: GraphedPrefill | None = None
         self._captured: tuple[int, ...] = ()  # depths whose hidden states forwards store
         probe = KVShapeProbe()
@@ -83,8 +85,7 @@ class ModelRunner:
         return self._decoder is not None and self._decoder.batch_invariant
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        device_of(self.device).synchronize()
 
     # ------------------------------------------------------------------------------ a forward
 
@@ -161,24 +162,24 @@ class ModelRunner:
         if decoder is None:
             return None
         batch, num_nodes = tokens.shape
-        if self.device.type != "cuda":
-            if not decoder.takes(batch, num_nodes, with_logits):
+        if not self._is_gpu:
+            if not decoder.supports(batch, num_nodes, with_logits):
                 return None
             lists = None if parents is None or isinstance(parents, DeviceTree) else parents.tolist()
-            return decoder.run(tokens, held, lists, place=place, scored=with_logits)
+            return decoder.forward(tokens, held, lists, cache_slice=place, with_logits=with_logits)
         fixed = isinstance(parents, DeviceTree)
-        padding = Padding.of(self.cache, place.first, held, num_nodes, fixed=fixed)
-        if not decoder.takes(*padding.size(batch, num_nodes), with_logits):
+        padding = Padding.of(self.cache, place.first_slot, held, num_nodes, fixed=fixed)
+        if not decoder.supports(*padding.size(batch, num_nodes), with_logits):
             padding = Padding()  # without it, it may be small enough
-        if not decoder.takes(*padding.size(batch, num_nodes), with_logits):
+        if not decoder.supports(*padding.size(batch, num_nodes), with_logits):
             return None
-        idle = self.cache.tokens_in[place.first + batch :][: padding.texts]
-        output = decoder.run(
+        idle = self.cache.tokens_in[place.first_slot + batch :][: padding.texts]
+        output = decoder.forward(
             padding.tokens(tokens),
             held + [len(tokens) for tokens in idle],
             padding.parents(parents),
-            place=place._replace(live=place.live + padding.nodes),
-            scored=with_logits,
+            cache_slice=place._replace(kv_len=place.kv_len + padding.nodes),
+            with_logits=with_logits,
         )
         if output is None:
             return None
@@ -278,7 +279,7 @@ class ModelRunner:
         self.cache.long_rope[slot] = long_rope
         reused = self.cache.matching_prefix(slot, tokens)
         del held[reused:]
-        size = chunk or (MOST_ROWS if self.batch_invariant else PREFILL_CHUNK)
+        size = chunk or (MAX_NODES if self.batch_invariant else PREFILL_CHUNK)
         for start in range(reused, len(tokens), size):
             part = list(tokens[start : start + size])
             if chunk or not self._graphed_prefill(slot, part, start):
@@ -335,7 +336,7 @@ class ModelRunner:
         self._captured = tuple(sorted({*self._captured, *depths}))
         self.cache.capture_hidden(len(self._captured) * int(config.hidden_size))
         if self._decoder is not None:
-            self._decoder.watch(self._captured)
+            self._decoder.capture_hidden(self._captured)
         if self._prefill is not None:
             self._prefill.graphs.forget()
 
@@ -360,7 +361,7 @@ class ModelRunner:
             return False
         held = [len(tokens) for tokens in self.cache.tokens_in[:batch]]
         padding = Padding.of(self.cache, 0, held, num_nodes, fixed=True)
-        return decoder.takes(batch + padding.texts, num_nodes, True)
+        return decoder.supports(batch + padding.texts, num_nodes, True)
 
     # --------------------------------------------------------------------------------- at load
 
@@ -386,21 +387,27 @@ class ModelRunner:
         return calls
 
     @torch.inference_mode()
-    def _choose_backend(self, slot: int = 0) -> Decoder | None:
+    def _choose_backend(self, slot: int = 0) -> Backend | None:
         """A faster way to run forwards, if there is one and it agrees with the model's own forward
         on a prompt and a tree."""
         self._fingerprint = WeightFingerprint(self.model)
-        calls = self._attention_calls
-        candidate = kernels_for(self.model, self.cache, calls) or self._graphed_forward()
         self._prefill = None
-        decoder = self._checked(candidate, slot)
+        backend, self.backend_choice = select_backend(
+            self.model,
+            self.cache,
+            self._attention_calls,
+            self._own_forward,
+            compiled=self.compiled,
+            long_rope_threshold=self.long_rope_threshold,
+            disagreement=partial(self._disagreement, slot),
+        )
         # A model whose forward can be captured can be captured for prompts.
-        if decoder is not None and self.device.type == "cuda":
+        if backend is not None and self._is_gpu:
             self._prefill = GraphedPrefill(type(self.model).__name__, self._own_forward, self.cache)
             self.cache.compactor = GraphedCompaction(self.cache).run
-        if decoder is not None and self._captured:
-            decoder.watch(self._captured)
-        return decoder
+        if backend is not None and self._captured:
+            backend.capture_hidden(self._captured)
+        return backend
 
     def _refresh_backend(self, slot: int) -> None:
         """If the model's weights have been moved or patched since the last prompt."""
@@ -408,11 +415,11 @@ class ModelRunner:
             self._decoder = None
             self._decoder = self._choose_backend(slot)
 
-    def _checked(self, decoder: Decoder | None, slot: int) -> Decoder | None:
-        """The backend if its logits agree with the model's own, else the next best one."""
+    def _disagreement(self, slot: int, backend: Backend) -> str | None:
+        """How a backend's logits differ from those of the model's own forward, or None."""
         count = min(self.max_context - 6, 24)
-        if decoder is None or count < 1:
-            return None
+        if count < 1:
+            return f"max_context {self.max_context} is too short to compare it with the model"
         generator = torch.Generator().manual_seed(0)
         prompt = torch.randint(0, self.vocab_size, (count,), generator=generator).tolist()
         self.prefill(slot, prompt)
@@ -421,19 +428,11 @@ class ModelRunner:
         self._linears.enabled = False  # the model's very own arithmetic
         theirs = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
         self._linears.enabled = True
-        self._decoder = decoder
+        self._decoder = backend
         ours = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
         self._decoder = None
         self.cache.tokens_in[slot].clear()
-        gap = (theirs - ours).norm() / theirs.norm().clamp(min=1e-6)
-        if gap < decoder.tolerance and decoder.takes(1, 6, True):
-            return decoder
-        if isinstance(decoder, CudaDecoder):
-            return self._checked(self._graphed_forward(), slot)
-        return None
-
-    def _graphed_forward(self) -> Decoder | None:
-        threshold = self.long_rope_threshold
-        return recording_of(
-            self.model, self.cache, self._own_forward, compiled=self.compiled, switch=threshold
-        )
+        gap = float((theirs - ours).norm() / theirs.norm().clamp(min=1e-6))
+        if not gap < backend.tolerance:
+            return f"its logits differ from the model's own by {gap:.1e} (relative)"
+        return None if backend.supports(1, 6, True) else "its first forward failed"

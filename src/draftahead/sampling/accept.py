@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from draftahead.core import tree
-from draftahead.core.device import small_tensor
+from draftahead.core.device import device_of, small_tensor
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.errors import DraftaheadError, NonFiniteLogitsError
@@ -103,7 +103,7 @@ def _own_tokens_everywhere(
     has_processors = any(sequence.has_processors for sequence in batch.sequences)
     if greedy and not has_processors and output.argmax is not None:
         return draft.read(output.argmax)
-    on_host = output.logits.device.type == "cpu"
+    on_host = device_of(output.logits.device).is_cpu
     if has_processors or on_host or (batch.exact == "replay" and not greedy):
         return _read(draft), None
     if greedy:

@@ -1,1 +1,1 @@
-"""Making drafters: the target's own answers, its states, and a loop that goes by acceptance."""
+"""Trains drafters: generated data, hidden states, one loop that selects by simulated acceptance."""

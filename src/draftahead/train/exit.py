@@ -1,8 +1,5 @@
-"""Training an exit adapter: the states after a few layers, brought to say what the last ones say.
-
-The adapter changes nothing below it, so its guesses after a right prefix are the same in a text as
-in a draft: the hits of single tokens are all that must be known to walk chains.
-"""
+"""Trains an early-exit adapter: it maps hidden states of an early layer to those before the LM
+head."""
 
 from __future__ import annotations
 
@@ -14,40 +11,36 @@ from torch import Tensor, nn
 
 from draftahead.drafters.early_exit.adapter import ExitAdapter
 from draftahead.models.support import last_norm
-from draftahead.train.blocks import Block, Blocks
-from draftahead.train.loop import Acceptance
-from draftahead.train.losses import chained, law_over, soft_cross_entropy, walked
+from draftahead.train.acceptance import Acceptance, next_token_acceptance
+from draftahead.train.batches import TrainBatch, TrainBatches
+from draftahead.train.losses import next_token_targets, soft_cross_entropy
 
 
 class ExitTask:
+    """`depth`: drafted tokens of a chain, in evaluations."""
+
     def __init__(
-        self, adapter: ExitAdapter, model: Any, held_out: Blocks, *, depth: int = 4
+        self, adapter: ExitAdapter, model: Any, held_out: TrainBatches, *, depth: int = 4
     ) -> None:
         self.module: nn.Module = adapter
         self.adapter, self._held_out, self._depth = adapter, held_out, depth
         self._norm = last_norm(model)
-        rows: Tensor = model.get_output_embeddings().weight.detach()
-        self._rows = rows if adapter.tokens is None else rows[adapter.tokens]
+        lm_head: Tensor = model.get_output_embeddings().weight.detach()
+        self._lm_head = lm_head if adapter.tokens is None else lm_head[adapter.tokens]
 
-    def loss(self, block: Block) -> Tensor:
-        before = block.learnt[:, 1:]  # at a token, the next one is foretold
-        law = law_over(block.last[:, :-1][before], self._rows)
-        said = self._norm(self.adapter(block.states[:, :-1, 0][before]))
-        return soft_cross_entropy(said, self._rows, law)
+    def loss(self, batch: TrainBatch) -> Tensor:
+        predicts, probs = next_token_targets(batch, self._lm_head)
+        hidden = self._norm(self.adapter(batch.aux_hidden[:, :-1, 0][predicts]))
+        return soft_cross_entropy(hidden, self._lm_head, probs)
 
     @torch.no_grad()
     def evaluate(self) -> Acceptance:
-        found: list[tuple[Tensor, list[int]]] = []
-        for block in self._held_out.once():
-            # The first guess of a chain is made at the root, which is the token after its start.
-            window = min(block.tokens.shape[1] - 1, block.window + 1)
-            states = self._norm(self.adapter(block.states[:, -1 - window : -1, 0]))
-            guess = (states.to(self._rows.dtype) @ self._rows.T).argmax(-1)
-            if self.adapter.tokens is not None:
-                guess = self.adapter.tokens[guess]
-            hit = guess == block.tokens[:, -window:]
-            found.append((chained(hit, self._depth).cpu(), block.learnt.sum(1).tolist()))
-        return walked(found)
+        return next_token_acceptance(self._held_out, self._depth, self._predict)
+
+    def _predict(self, batch: TrainBatch, part: slice) -> Tensor:
+        hidden = self._norm(self.adapter(batch.aux_hidden[:, part, 0]))
+        token = (hidden.to(self._lm_head.dtype) @ self._lm_head.T).argmax(-1)
+        return token if self.adapter.tokens is None else self.adapter.tokens[token]
 
     def save(self, folder: Path) -> None:
         self.adapter.save(folder)

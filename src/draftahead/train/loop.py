@@ -1,8 +1,8 @@
-"""The training loop of every head: it goes by the acceptance it would bring, not by the loss alone.
+"""The training loop of every drafter. It selects weights by simulated acceptance, not by the loss.
 
-A task says what is trained and how; the loop does the rest: warm-up and cosine, accumulation, an
-average of the weights, checkpoints, and the end: when the steps are done, when acceptance on held
-out texts has stopped rising, or when the loss goes wrong (then with the last good weights kept).
+A task defines what is trained; the loop adds the rest: warm-up and cosine decay, accumulation,
+several processes, a moving average of the weights, checkpoints, and the end: after the last step,
+when acceptance stops rising, or when the loss diverges (the last good weights are kept then).
 """
 
 from __future__ import annotations
@@ -11,238 +11,249 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
+from draftahead.core.device import device_of
 from draftahead.errors import ConfigError, TrainingError
-from draftahead.train.blocks import Block
+from draftahead.train.acceptance import Acceptance
+from draftahead.train.batches import TrainBatch
 
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
-EXPLODED = 4.0  # times the usual loss
-SETTLED = 100  # steps until there is a usual loss
-LOOKS = 20  # steps between looks at it: reading it back waits for the device
+DIVERGED = 4.0  # a loss that is so many times the usual one ends the training
+SETTLED = 100  # steps before the loss is compared: the first ones fall steeply
+CHECK_INTERVAL = 20  # steps between reads of the loss, which wait for the device
+LR_FLOOR = 0.02  # share of the learning rate at the last step
+WEIGHT_DECAY = 0.01  # of matrices; vectors (norms, biases) have none
+MAX_GRAD_NORM = 1.0  # larger gradients are scaled down
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainConfig:
     steps: int = 2000
-    rate: float = 6e-4
-    warmup: int = 100
-    floor: float = 0.02  # of the rate, at the end
-    decay: float = 0.01  # of the weights
-    clip: float = 1.0  # norm of a gradient
-    accumulate: int = 1  # blocks to a step
-    average: float = 0.999  # how much of the averaged weights a step keeps
-    every: int = 500  # steps between evaluations, and checkpoints
+    lr: float = 6e-4  # after the warm-up
+    warmup: int = 100  # steps
+    accumulate: int = 1  # batches per step
+    ema_decay: float = 0.999  # share of the averaged weights that a step keeps
+    eval_interval: int = 500  # steps between evaluations and checkpoints
     patience: int = 0  # evaluations without a gain after which it ends; 0: never
-    half: bool = True  # bfloat16 for the products, on a GPU
+    bfloat16: bool = True  # autocast on a GPU
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "accumulate", "every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be 1 or more, not {getattr(self, name)}")
-        for name in ("warmup", "patience"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
-        if not 0 < self.rate < math.inf:
-            raise ConfigError(f"rate must be above 0, not {self.rate}")
-        if not 0 <= self.average < 1:
-            raise ConfigError(f"average must be 0 up to less than 1, not {self.average}")
+        least = {"steps": 1, "accumulate": 1, "eval_interval": 1, "warmup": 0, "patience": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"{name} must be {bound} or more, not {getattr(self, name)}")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"lr must be above 0, not {self.lr}")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(f"ema_decay must be 0 or more and less than 1, not {self.ema_decay}")
 
-    def rate_at(self, step: int) -> float:
+    def lr_at(self, step: int) -> float:
         if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
+            return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, done))
-        return self.rate * (self.floor + (1 - self.floor) * cosine)
+        return self.lr * (LR_FLOOR + (1 - LR_FLOOR) * cosine)
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """What drafts of this head would bring on held-out texts."""
-
-    length: float  # tokens a pass: the target's own and the guesses before it that were right
-    by_depth: list[float]  # how often a guess was right where those before it were
-
-
-class Task(Protocol):
+class TrainTask(Protocol):
     module: nn.Module
 
-    def loss(self, block: Block) -> Tensor: ...
+    def loss(self, batch: TrainBatch) -> Tensor: ...
 
     def evaluate(self) -> Acceptance: ...
 
     def save(self, folder: Path) -> None:
-        """The trained part as it will be loaded."""
+        """Writes the trained drafter as it will be loaded."""
 
 
 @dataclass
 class History:
-    """What was seen, for the table and the picture."""
+    """One entry per evaluation."""
 
     steps: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # means since the entry before
-    lengths: list[float] = field(default_factory=list)
-    by_depth: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # means since the previous evaluation
+    lengths: list[float] = field(default_factory=list)  # simulated acceptance lengths
+    by_depth: list[list[float]] = field(default_factory=list)  # and acceptance by depth
     seconds: list[float] = field(default_factory=list)
 
 
-class Average:
-    """A slow copy of the weights, which is better than any of them."""
+class _Loss(nn.Module):
+    """The loss as a module's forward, which is what DistributedDataParallel wraps."""
 
-    def __init__(self, module: nn.Module, keep: float) -> None:
-        self._live: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-        self.values = [p.detach().clone() for p in self._live]
-        self._keep, self._count = keep, 0
+    def __init__(self, task: TrainTask) -> None:
+        super().__init__()
+        self.trained, self._loss = task.module, task.loss
 
-    @torch.no_grad()
-    def update(self) -> None:
-        self._count += 1
-        keep = min(self._keep, (1 + self._count) / (10 + self._count))  # soon near, later slow
-        torch._foreach_lerp_(self.values, self._live, 1 - keep)
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        for live, value in zip(self._live, self.values, strict=True):
-            spare = live.clone()
-            live.copy_(value)
-            value.copy_(spare)
-
-    def state(self) -> dict[str, Any]:
-        return {"values": self.values, "count": self._count}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self._count = int(state["count"])
-        for value, stored in zip(self.values, state["values"], strict=True):
-            value.copy_(stored)
+    def forward(self, batch: TrainBatch) -> Tensor:
+        return self._loss(batch)
 
 
-class Loop:
-    """One training. `blocks(number)` gives the blocks from one on; `reduce` averages the loss and
-    its gradients over processes, where there are several: what they decide by it is the same.
-    `about`: what it learns from, which must be the same where it goes on."""
+class TrainLoop:
+    """One training in `folder`. `batches(n)` streams batches from number n on. `data_digest`
+    identifies the data: a checkpoint of other data is refused."""
 
     def __init__(
         self,
-        task: Task,
-        plan: Plan,
+        task: TrainTask,
+        config: TrainConfig,
         folder: Path,
-        blocks: Callable[[int], Iterator[Block]],
+        batches: Callable[[int], Iterator[TrainBatch]],
         *,
-        told: Callable[[str], None] = lambda line: None,
-        reduce: Callable[[list[Tensor]], None] = lambda tensors: None,
-        is_main: bool = True,
-        about: str = "",
+        log: Callable[[str], None] = lambda line: None,
+        data_digest: str = "",
     ) -> None:
-        self.about = about
-        self.task, self.plan, self.folder, self.blocks = task, plan, folder, blocks
-        self.told, self._reduce, self._is_main = told, reduce, is_main
+        self.task, self.config, self.folder, self.batches = task, config, folder, batches
+        self.log, self._data_digest = log, data_digest
         self.weights = [p for p in task.module.parameters() if p.requires_grad]
-        # Vectors (norms, biases) are not pulled towards zero.
-        matrices = [p for p in self.weights if p.ndim > 1]
-        vectors = [p for p in self.weights if p.ndim <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": plan.decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
         device = self.weights[0].device
+        is_gpu = device_of(device).is_gpu
         self.optimizer = torch.optim.AdamW(
-            groups, lr=plan.rate, betas=(0.9, 0.95), fused=device.type == "cuda"
+            [
+                {"params": [p for p in self.weights if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+                {"params": [p for p in self.weights if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=(0.9, 0.95),
+            fused=is_gpu,
         )
-        self.average = Average(task.module, plan.average)
+        self._loss: nn.Module = _Loss(task)
+        self._processes = distributed.get_world_size() if distributed.is_initialized() else 1
+        self._is_main = self._processes == 1 or distributed.get_rank() == 0
+        if self._processes > 1:  # a batch may leave weights unused: experts of a MoE draft model
+            self._loss = DistributedDataParallel(
+                self._loss, find_unused_parameters=True, broadcast_buffers=False
+            )
+        self.averaged = AveragedModel(task.module, multi_avg_fn=self._average)
+        self.averaged.n_averaged += 1  # the initial weights count as one of them
         self.history = History()
         self.step, self.best, self.since_best = 0, 0.0, 0
-        self._half = plan.half and device.type == "cuda"
-        self._device = device.type
+        self._autocast = torch.autocast(
+            device.type, torch.bfloat16, enabled=config.bfloat16 and is_gpu
+        )
 
     def run(self, *, resume: bool = False) -> History:
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / CHECKPOINT).exists():
             if not resume:
                 raise ConfigError(
-                    f"{self.folder} holds a training that was begun: go on with --resume, or name "
-                    "another folder"
+                    f"{self.folder} holds an unfinished or finished training: continue it with "
+                    "--resume, or name another folder"
                 )
             self._load()
-        blocks = self.blocks(self.step * self.plan.accumulate)
-        losses: list[Tensor] = []
+        batches = self.batches(self.step * self.config.accumulate)
+        losses: list[Tensor] = []  # since the last evaluation
         usual = 0.0
         start = time.perf_counter() - (self.history.seconds or [0.0])[-1]
-        while self.step < self.plan.steps:
-            loss = self._step(blocks)
-            losses.append(loss)
-            self.step += 1
-            evaluates = self.step % self.plan.every == 0 or self.step == self.plan.steps
-            if self.step % LOOKS == 0 or evaluates:  # no weights are kept unlooked at
-                usual = self._checked(torch.stack(losses[-LOOKS:]), usual)
+        while self.step < self.config.steps:
+            losses.append(self._step(batches))
+            evaluates = self.step % self.config.eval_interval == 0 or self.step == self.config.steps
+            if evaluates or self.step % CHECK_INTERVAL == 0:  # weights are checked before saving
+                usual = self._checked(torch.stack(losses[-CHECK_INTERVAL:]), usual)
             if evaluates:
                 seconds = time.perf_counter() - start
                 self._evaluate(float(torch.stack(losses).mean()), seconds)
                 losses.clear()
-                if 0 < self.plan.patience <= self.since_best:
-                    self.told(f"acceptance has not risen {self.since_best} times: that is all")
+                if 0 < self.config.patience <= self.since_best:
+                    self.log(f"acceptance has not risen in {self.since_best} evaluations: finished")
                     break
         return self.history
 
-    def _step(self, blocks: Iterator[Block]) -> Tensor:
+    def _step(self, batches: Iterator[TrainBatch]) -> Tensor:
+        """One step of the optimizer. Returns the loss, which is not finite if the gradient is not;
+        all processes get the same."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate_at(self.step)
+            group["lr"] = self.config.lr_at(self.step)
         total = torch.zeros((), device=self.weights[0].device)
-        for _ in range(self.plan.accumulate):
-            with torch.autocast(self._device, torch.bfloat16, enabled=self._half):
-                loss = self.task.loss(next(blocks)) / self.plan.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
+        for left in reversed(range(self.config.accumulate)):
+            with self._gradients(synchronise=not left):
+                with self._autocast:
+                    loss = self._loss(next(batches)) / self.config.accumulate
+                loss.backward()
             total += loss.detach()
+        if self._processes > 1:
+            distributed.all_reduce(total)
+            total /= self._processes
         for weight in self.weights:
-            if weight.grad is None:  # nothing in these blocks spoke of it
+            if weight.grad is None:  # unused by these batches
                 weight.grad = torch.zeros_like(weight)
-        self._reduce([total, *(p.grad for p in self.weights if p.grad is not None)])
-        norm = nn.utils.clip_grad_norm_(self.weights, self.plan.clip)
+        norm = nn.utils.clip_grad_norm_(self.weights, MAX_GRAD_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.average.update()
-        return total + 0.0 * norm  # not finite if one of the two is not
+        self.step += 1
+        self.averaged.update_parameters(self.task.module)
+        return total + 0.0 * norm
+
+    def _gradients(self, *, synchronise: bool) -> AbstractContextManager[None]:
+        """Gradients are averaged over processes with the last batch of a step only."""
+        if isinstance(self._loss, DistributedDataParallel) and not synchronise:
+            return self._loss.no_sync()
+        return nullcontext()
+
+    def _average(self, averaged: Any, current: Any, _: Any) -> None:
+        """The moving average of the weights; its decay rises with the steps, so that the initial
+        weights are soon forgotten."""
+        decay = min(self.config.ema_decay, (1 + self.step) / (10 + self.step))
+        torch._foreach_lerp_(averaged, current, 1 - decay)
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """The task's module holds the averaged weights meanwhile."""
+        pairs = list(
+            zip(self.task.module.parameters(), self.averaged.module.parameters(), strict=True)
+        )
+
+        def swap() -> None:
+            for weight, average in pairs:
+                weight.data, average.data = average.data, weight.data
+
+        swap()
+        try:
+            yield
+        finally:
+            swap()
 
     def _checked(self, losses: Tensor, usual: float) -> float:
-        """The usual loss, if this one is in order."""
-        now = float(losses.mean())
-        wrong = not math.isfinite(now)
-        if wrong or (usual and self.step > SETTLED and now > EXPLODED * usual):
+        """The usual loss, updated; raises TrainingError if the latest loss diverged from it."""
+        loss = float(losses.mean())
+        diverged = usual and self.step > SETTLED and loss > DIVERGED * usual
+        if diverged or not math.isfinite(loss):
             before = f" (it was about {usual:.3g})" if usual else ""
             kept = f"; the weights in {self.folder} are the last good ones" if self.best else ""
             raise TrainingError(
-                f"the loss or its gradient became {now:.3g} by step {self.step}{before}: lower the "
-                f"rate, or warm up for longer{kept}"
+                f"the loss or its gradient became {loss:.3g} by step {self.step}{before}: lower "
+                f"--lr, or use a longer warm-up{kept}"
             )
-        return now if not usual else 0.7 * usual + 0.3 * now
+        return 0.7 * usual + 0.3 * loss if usual else loss
 
     def _evaluate(self, loss: float, seconds: float) -> None:
-        self.average.swap()
-        try:
-            with torch.autocast(self._device, torch.bfloat16, enabled=self._half):
-                found = self.task.evaluate()
+        with self._averaged_weights():
+            with self._autocast:
+                acceptance = self.task.evaluate()
             self.since_best += 1
-            if found.length > self.best:
-                self.best, self.since_best = found.length, 0
+            if acceptance.length > self.best:
+                self.best, self.since_best = acceptance.length, 0
                 if self._is_main:
                     self.task.save(self.folder)
-        finally:
-            self.average.swap()
         history = self.history
         history.steps.append(self.step)
         history.losses.append(loss)
-        history.lengths.append(found.length)
-        history.by_depth.append(found.by_depth)
+        history.lengths.append(acceptance.length)
+        history.by_depth.append(acceptance.by_depth)
         history.seconds.append(seconds)
-        depths = " ".join(f"{hit:.2f}" for hit in found.by_depth)
-        self.told(
-            f"step {self.step} of {self.plan.steps}: loss {loss:.3f}, acceptance length "
-            f"{found.length:.3f} (right by depth {depths}), {seconds:.0f} s"
+        depths = " ".join(f"{share:.2f}" for share in acceptance.by_depth)
+        self.log(
+            f"step {self.step} of {self.config.steps}: loss {loss:.3f}, acceptance length "
+            f"{acceptance.length:.3f} (acceptance by depth {depths}), {seconds:.0f} s"
         )
         if self._is_main:
             self._save()
@@ -251,10 +262,10 @@ class Loop:
 
     def _save(self) -> None:
         state = {
-            "about": self.about,
+            "data": self._data_digest,
             "module": self.task.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "average": self.average.state(),
+            "averaged": self.averaged.state_dict(),
             "step": self.step,
             "best": self.best,
             "since_best": self.since_best,
@@ -263,26 +274,25 @@ class Loop:
         part = self.folder / (CHECKPOINT + ".part")
         torch.save(state, part)
         part.replace(self.folder / CHECKPOINT)
-        text = json.dumps({"plan": asdict(self.plan), **asdict(self.history)}, indent=1)
+        text = json.dumps({"config": asdict(self.config), **asdict(self.history)}, indent=1)
         (self.folder / HISTORY).write_text(text + "\n", "utf-8")
 
     def _load(self) -> None:
-        place = self.folder / CHECKPOINT
+        file = self.folder / CHECKPOINT
         try:
-            state = torch.load(place, map_location=self._device, weights_only=True)
-            is_this = state["about"] == self.about
+            state = torch.load(file, map_location=self.weights[0].device, weights_only=True)
+            same_data = state["data"] == self._data_digest
             self.task.module.load_state_dict(state["module"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.average.load(state["average"])
+            self.averaged.load_state_dict(state["averaged"])
             self.step, self.best = int(state["step"]), float(state["best"])
             self.since_best = int(state["since_best"])
             self.history = History(**state["history"])
         except Exception as problem:
-            raise ConfigError(f"{place} is no checkpoint of such a training: {problem}") from None
-        if not is_this:
-            # Held-out texts would be some that it learnt from, and its vocabulary another one.
+            raise ConfigError(f"{file} is not a checkpoint of this training: {problem}") from None
+        if not same_data:  # other held-out texts may be training texts of the checkpoint
             raise ConfigError(
-                f"{self.folder} holds a training on other texts, of another model or with another "
-                "seed: go on with the same, or name another folder"
+                f"{self.folder} holds a training on other data, of another model or with another "
+                "seed: continue with the same, or name another folder"
             )
-        self.told(f"going on from step {self.step}")
+        self.log(f"continuing from step {self.step}")

@@ -1,5 +1,6 @@
-"""Training Medusa heads (Medusa-1): the target stays as it is, and every head learns what it will
-think some tokens later. The best tree is found by how often each head's candidates were right."""
+"""Trains Medusa heads (Medusa-1: the target stays as it is). Head i learns the target's
+distribution i + 2 tokens ahead of the hidden state; the draft tree is chosen by how often each
+candidate of each head was correct."""
 
 from __future__ import annotations
 
@@ -11,62 +12,70 @@ from torch import Tensor, nn
 
 from draftahead.drafters.medusa.heads import MedusaHeads, likeliest_tree
 from draftahead.drafters.medusa.io import save_heads
-from draftahead.train.blocks import Block, Blocks
+from draftahead.train.acceptance import Acceptance, AcceptanceSimulation, stack_depths
+from draftahead.train.batches import TrainBatch, TrainBatches
 from draftahead.train.eagle import Chains
-from draftahead.train.loop import Acceptance
-from draftahead.train.losses import law_over, side_by_side, soft_cross_entropy, walked
+from draftahead.train.losses import soft_cross_entropy, target_probs
 
-CANDIDATES = 10  # of a head, in trees
-NODES = 15  # of the tree that is kept with the heads
+CANDIDATES = 10  # top tokens of each head that the draft tree may use
+TREE_NODES = 15  # of the draft tree that is saved with the heads
 
 
 class MedusaTask:
-    """One head further counts `fade` as much."""
+    """The loss of each further head counts `depth_decay` as much."""
 
     def __init__(
-        self, heads: MedusaHeads, model: Any, held_out: Blocks, *, fade: float = 0.8, name: str = ""
+        self,
+        heads: MedusaHeads,
+        model: Any,
+        held_out: TrainBatches,
+        *,
+        depth_decay: float = 0.8,
+        name: str = "",
     ) -> None:
         self.module: nn.Module = heads
-        self.heads, self._held_out, self._fade, self._name = heads, held_out, fade, name
-        rows: Tensor = model.get_output_embeddings().weight.detach()
-        self._vocabulary = len(rows)
-        self._rows = rows if heads.tokens is None else rows[heads.tokens]
+        self.heads, self._held_out = heads, held_out
+        self._depth_decay, self._name = depth_decay, name
+        lm_head: Tensor = model.get_output_embeddings().weight.detach()
+        self._vocab_size = len(lm_head)
+        self._lm_head = lm_head if heads.tokens is None else lm_head[heads.tokens]
 
-    def loss(self, block: Block) -> Tensor:
-        chains = Chains(block, len(self.heads))
-        states = block.last[:, chains.first :].flatten(0, 1)
-        law = law_over(states[chains.places], self._rows)
-        total = law.new_zeros((), dtype=torch.float32)
-        for ahead in range(len(self.heads)):
-            said = self.heads.of(ahead, states[chains.places - 1 - ahead])
-            total = total + self._fade**ahead * soft_cross_entropy(said, self._rows, law)
+    def loss(self, batch: TrainBatch) -> Tensor:
+        chains = Chains(batch, len(self.heads))
+        states = batch.last_hidden[:, chains.first :].flatten(0, 1)
+        probs = target_probs(states[chains.positions], self._lm_head)
+        total = probs.new_zeros((), dtype=torch.float32)
+        for head in range(len(self.heads)):
+            hidden = self.heads.of(head, states[chains.positions - 1 - head])
+            loss = soft_cross_entropy(hidden, self._lm_head, probs)
+            total = total + self._depth_decay**head * loss
         return total
 
     @torch.no_grad()
     def evaluate(self) -> Acceptance:
-        """Of the likeliest chain; the tree is chosen by the same texts."""
-        found: list[tuple[Tensor, list[int]]] = []
-        candidates = min(CANDIDATES, len(self._rows))
-        right = torch.zeros(len(self.heads), candidates)
-        tried = torch.zeros(len(self.heads), 1)
-        for block in self._held_out.once():
-            chains, hits = Chains(block, len(self.heads)), []
-            for ahead in range(len(self.heads)):
-                states = block.last[:, chains.first : -2 - ahead]
-                logits = self.heads.of(ahead, states).to(self._rows.dtype) @ self._rows.T
+        """Of the chain of top candidates. Chooses the draft tree on the same texts."""
+        candidates = min(CANDIDATES, len(self._lm_head))
+        correct = torch.zeros(len(self.heads), candidates)
+        count = torch.zeros(len(self.heads), 1)
+        simulation = AcceptanceSimulation(len(self.heads))
+        for batch in self._held_out.once():
+            chains, hits = Chains(batch, len(self.heads)), []
+            for head in range(len(self.heads)):
+                states = batch.last_hidden[:, chains.first : -2 - head]
+                logits = self.heads.of(head, states).to(self._lm_head.dtype) @ self._lm_head.T
                 ranked = logits.topk(candidates).indices
                 if self.heads.tokens is not None:
                     ranked = self.heads.tokens[ranked]
-                after = slice(chains.first + 2 + ahead, None)
-                hit = ranked == block.tokens[:, after, None]
-                learnt = block.learnt[:, after]
-                right[ahead] += hit[learnt].float().sum(0).cpu()
-                tried[ahead] += float(learnt.sum())
+                predicted = slice(chains.first + 2 + head, None)
+                hit = ranked == batch.tokens[:, predicted, None]
+                loss_mask = batch.loss_mask[:, predicted]
+                correct[head] += hit[loss_mask].float().sum(0).cpu()
+                count[head] += float(loss_mask.sum())
                 hits.append(hit[..., 0])
-            found.append((side_by_side(hits).cpu(), block.learnt.sum(1).tolist()))
-        tree = likeliest_tree((right / tried.clamp(min=1)).tolist(), NODES)
+            simulation.add(stack_depths(hits), batch.loss_mask)
+        tree = likeliest_tree((correct / count.clamp(min=1)).tolist(), TREE_NODES)
         self.heads.choices = tuple(path for path, _ in tree)
-        return walked(found)
+        return simulation.result()
 
     def save(self, folder: Path) -> None:
-        save_heads(self.heads, folder, vocabulary=self._vocabulary, base=self._name or None)
+        save_heads(self.heads, folder, vocabulary=self._vocab_size, base=self._name or None)

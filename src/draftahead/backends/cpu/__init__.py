@@ -1,1 +1,1 @@
-"""Forward passes by C++ kernels, in one call."""
+"""Forward passes by C++ kernels (csrc/), each in one call."""

@@ -1,370 +1,215 @@
-"""A whole pass of a llama-shaped decoder on the CPU, in one call of our kernels."""
+"""The CPU backend: forward passes of a llama-shaped model by our kernels, in one call each.
+
+CpuDecoder.forward -> embeddings and rotary angles (the model's own modules)
+                   -> lower_layers.py: hidden states of lower layers that a draft computed
+                   -> kernels.py: one C++ call
+"""
 
 from __future__ import annotations
 
 import copy
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftahead.backends.base import (
-    CacheSlice,
-    DeviceTree,
-    ForwardOutput,
-    UnsupportedSpecError,
-    is_plain,
-    require,
-)
-from draftahead.backends.cpu import build
-from draftahead.backends.cpu.linear import Weights, describe, fits
+from draftahead.backends.base import CacheSlice, DeviceTree
+from draftahead.backends.cpu import abi
+from draftahead.backends.cpu.kernels import MAX_NODES, Captured, Nodes, Outputs, bind
+from draftahead.backends.cpu.linear import weights_of
 from draftahead.backends.cpu.lower_layers import LowerLayerCache
-from draftahead.backends.llama_spec import LayerSpec, LlamaSpec
+from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
+from draftahead.core.types import ForwardOutput
 from draftahead.kv.cache import KVCache
 
-Exit = Callable[[Tensor], Tensor]
-MOST_ROWS = 64  # of all nodes of a pass
-TOP = 4  # tokens after each node that a pass names: as in model.h
-
-
-class Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, Weights) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "after_norm", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
-        ("window", ctypes.c_int64),
-        ("scaling", ctypes.c_float),
-        ("unused", ctypes.c_float),
-    )
-
-
-class Screening(ctypes.Structure):
-    _fields_ = (
-        *((name, Weights) for name in ("sight", "preview", "rows")),
-        ("least", ctypes.c_int64),
-    )
-
-
-class Model(ctypes.Structure):
-    _fields_ = (
-        ("layers", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                [
-                    "layer_count",
-                    "hidden",
-                    "heads",
-                    "key_heads",
-                    "width",
-                    "inner",
-                    "length",
-                    "activation",
-                ]
-            )
-        ),
-        ("final_norm", ctypes.c_void_p),
-        ("head", Weights),
-        ("shortlist", ctypes.c_void_p),
-        ("eps", ctypes.c_float),
-        ("unused", ctypes.c_float),
-    )
-
-
-class Pass(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "nodes", "first", "real")),
-        ("lengths", ctypes.c_void_p),
-        ("block", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("which", "depths", "ancestors", "cos", "sin")),
-        ("seen", ctypes.c_void_p),
-        ("keys_only", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("x", "logits")),
-        ("watched", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("watch", "states", "top", "scratch")),
-    )
+ExitTransform = Callable[[Tensor], Tensor]  # hidden states before the final norm
 
 
 class CpuDecoder:
-    """A recognised model, bound to one cache."""
+    """A Backend: a llama-shaped model bound to one KV cache, or some layers of it."""
 
     batch_invariant = True
     scores_device_drafts = False
 
-    def __init__(self, shape: LlamaSpec, cache: KVCache) -> None:
-        self._kernels, self._layers, self._model = bound(shape, cache)
-        self._shape, self._cache = shape, cache
-        # Rounding to int8 turns the last bits of a sum into a step of the next layer's input.
-        self.tolerance = 0.05 if self._model.head.scales else 1e-3
-        self._exit: Exit | None = None
-        self._whole: CpuDecoder | None = None  # that this is a part of
-        self._lower = 0  # of how many of the first layers, if of these
-        self._below: LowerLayerCache | None = None
-        self._watch = torch.empty(0, dtype=torch.int64)
+    def __init__(self, spec: LlamaSpec, cache: KVCache) -> None:
+        self._kernels, self._layers, self._model = bind(spec, cache)
+        self._spec, self._cache = spec, cache
+        # int8: rounding turns differences in the last bits into steps of the next layer's input.
+        self.tolerance = 0.05 if self._model.lm_head.scales else 1e-3
+        self._capture_depths = torch.empty(0, dtype=torch.int64)
+        # Hidden states of the last draft by the first layers of this model.
+        self._lower_layers: LowerLayerCache | None = None
+        # Of a layer subset: the decoder of all layers; how many layers, if they are the first ones.
+        self._all_layers: CpuDecoder | None = None
+        self._num_first_layers = 0
+        self._exit_transform: ExitTransform | None = None
 
-    def part(self, layers: Sequence[int], exit: Exit | None, head: Any) -> CpuDecoder:
-        """The same for some of the layers, over the same cache. `exit`: what becomes of states
-        before the last norm. `head`: in the head's place, if there is one."""
-        found = copy.copy(self)
-        found._layers = (Layer * len(layers))(*(self._layers[index] for index in layers))
-        found._model = self._some(0, len(layers))
-        found._model.layers = ctypes.addressof(found._layers)
-        if head is not None:
-            found._model.head = describe(head)
-        found._exit = exit
-        found._watch = torch.empty(0, dtype=torch.int64)
-        found._whole = self
-        found._lower = len(layers) if tuple(layers) == tuple(range(len(layers))) else 0
-        return found
+    def layer_subset(
+        self, layers: Sequence[int], exit_transform: ExitTransform | None, lm_head: Any
+    ) -> CpuDecoder:
+        """A decoder of some of the layers, over the same KV cache. `exit_transform` is applied
+        before the final norm; `lm_head` replaces the model's own, unless it is None."""
+        subset = copy.copy(self)
+        subset._layers = (abi.DecoderLayer * len(layers))(*(self._layers[i] for i in layers))
+        subset._model = self._layer_range(0, len(layers))
+        subset._model.layers = ctypes.addressof(subset._layers)
+        if lm_head is not None:
+            subset._model.lm_head = weights_of(lm_head)
+        subset._exit_transform = exit_transform
+        subset._capture_depths = torch.empty(0, dtype=torch.int64)
+        subset._all_layers = self
+        is_first_layers = tuple(layers) == tuple(range(len(layers)))
+        subset._num_first_layers = len(layers) if is_first_layers else 0
+        return subset
 
-    def _some(self, first: int, count: int) -> Model:
-        """The model with some layers in a row."""
-        found = Model.from_buffer_copy(self._model)
-        found.layers = ctypes.addressof(self._layers) + first * ctypes.sizeof(Layer)
-        found.layer_count = count
-        return found
+    def capture_hidden(self, depths: tuple[int, ...]) -> None:
+        self._capture_depths = torch.tensor(depths, dtype=torch.int64)
 
-    def watch(self, depths: tuple[int, ...]) -> None:
-        self._watch = torch.tensor(depths, dtype=torch.int64)
+    def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
+        return num_nodes <= MAX_NODES
 
-    def takes(self, texts: int, nodes: int, scored: bool) -> bool:
-        return nodes <= MOST_ROWS  # ancestors are the bits of one word
-
-    def run(
+    def forward(
         self,
         tokens: Tensor,
-        lengths: Sequence[int],
+        kv_lens: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         *,
-        place: CacheSlice,
-        scored: bool = True,
+        cache_slice: CacheSlice,
+        with_logits: bool = True,
     ) -> ForwardOutput:
-        """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] if not `scored`."""
+        """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] without logits. See Backend.forward."""
         assert not isinstance(parents, DeviceTree)
-        texts, count = tokens.shape
-        parents = parents or [range(-1, count - 1)] * texts
-        whole = self._whole or self
-        below, whole._below = whole._below, None  # any pass may write where it lies
-        x = self._shape.embed(tokens).contiguous()
-        nodes = self._nodes(x, lengths, parents, place)
-        watched = len(self._watch)
-        states = torch.empty(texts, count, watched, self._shape.hidden) if watched else None
-        logits = torch.empty(texts, count, self._model.head.out if scored else 0)
-        top = torch.empty(texts, count, TOP, dtype=torch.int64)
-        found = (logits, top) if scored else None
-        model = self._model
-        if self._lower:
-            below = LowerLayerCache.before(below, self._lower, self._cache, place.first, lengths)
-            if below is not None and not below.nodes:
-                nodes = nodes._replace(real=1)  # the root, as the whole pass has it
-        elif below is not None and whole is self and scored and place.real == 1 and not watched:
-            come = below.places(self._cache, place.first, tokens.tolist(), parents)
-            if come is not None:
-                x = self._from_above(x, nodes, below, come)
-                model = self._some(below.layers, len(self._layers) - below.layers)
-        self._pass(model, x, nodes, found, states)
-        if self._lower and below is not None:
-            whole._below = below.and_then(tokens.tolist(), parents, x)
-        if states is not None:
-            slots = torch.tensor(lengths)[:, None] + torch.arange(count)
-            self._cache.store_hidden(states, place.first, slots)
-        return ForwardOutput(logits, top[..., 0], top) if scored else ForwardOutput(logits)
-
-    def _from_above(
-        self, x: Tensor, nodes: Nodes, below: LowerLayerCache, come: list[list[int]]
-    ) -> Tensor:
-        """States after the lower layers: of nodes that were there already, and of the others, which
-        go through these layers now. `come`: where each node was, or -1."""
-        count = x.shape[1]
-        moved = [
-            (row, to, at)
-            for row, places in enumerate(come, nodes.first)
-            for to, at in enumerate(places)
-            if at not in (-1, to)
-        ]
-        self._cache.move(moved, below.layers)
-        missing = max(row.count(-1) for row in come)
-        # The same number in every row; what is done once more comes to the same.
-        order = [sorted(range(count), key=[at != -1 for at in row].__getitem__) for row in come]
-        which = torch.tensor(order)[:, :missing].contiguous()
-        rows = torch.arange(len(come))[:, None]
-        found = below.states[rows, torch.tensor(come).clamp(min=0)]
-        if missing:
-            some = x[rows, which]
-            self._pass(self._some(0, below.layers), some, nodes.some(which), None, None)
-            found[rows, which] = some
-        return found
+        num_slots, num_nodes = tokens.shape
+        parents = parents or [range(-1, num_nodes - 1)] * num_slots
+        all_layers = self._all_layers or self
+        # Any forward may overwrite the KV entries of an earlier draft.
+        lower, all_layers._lower_layers = all_layers._lower_layers, None
+        hidden = self._spec.embed(tokens).contiguous()
+        nodes = self._nodes(hidden, kv_lens, parents, cache_slice)
+        vocab_size = self._model.lm_head.out_features if with_logits else 0
+        outputs = Outputs.empty(num_slots, num_nodes, vocab_size)
+        captured = self._captured(num_slots, num_nodes)
+        model, first_slot = self._model, cache_slice.first_slot
+        if self._num_first_layers:
+            lower = LowerLayerCache.extended_by(
+                lower, self._num_first_layers, self._cache, first_slot, kv_lens
+            )
+            if lower is not None and not lower.num_nodes:
+                nodes = nodes._replace(num_context_tokens=1)  # the root, as verification has it
+        elif lower is not None and self._verifies(cache_slice, with_logits):
+            found = lower.find(self._cache, first_slot, tokens.tolist(), parents)
+            if found is not None:
+                hidden = self._after_lower_layers(hidden, nodes, lower, found)
+                model = self._layer_range(lower.num_layers, len(self._layers) - lower.num_layers)
+        self._run(model, hidden, nodes, outputs if with_logits else None, captured)
+        if self._num_first_layers and lower is not None:
+            all_layers._lower_layers = lower.with_nodes(tokens.tolist(), parents, hidden)
+        if captured is not None:
+            entries = torch.tensor(kv_lens)[:, None] + torch.arange(num_nodes)
+            self._cache.store_hidden(captured.hidden, first_slot, entries)
+        if not with_logits:
+            return ForwardOutput(outputs.logits)
+        return ForwardOutput(outputs.logits, argmax=outputs.topk[..., 0], topk=outputs.topk)
 
     def _nodes(
-        self, x: Tensor, lengths: Sequence[int], parents: Sequence[Sequence[int]], place: CacheSlice
+        self,
+        hidden: Tensor,
+        kv_lens: Sequence[int],
+        parents: Sequence[Sequence[int]],
+        cache_slice: CacheSlice,
     ) -> Nodes:
-        depths = torch.tensor([tree.depths(row) for row in parents])
-        at = torch.tensor(lengths)
-        positions = (at[:, None] + depths).clamp(max=place.last_position)
-        turns = [
-            turn.expand(len(x), -1, -1).contiguous() for turn in self._shape.rotary(x, positions)
-        ]
-        assert turns[0].shape[-1] == self._model.width
-        words = torch.tensor([tree.ancestor_bits(row) for row in parents])
-        return Nodes(place.first, place.real, at, depths.to(torch.int32), words, *turns)
-
-    def _pass(
-        self,
-        model: Model,
-        x: Tensor,
-        nodes: Nodes,
-        found: tuple[Tensor, Tensor] | None,
-        states: Tensor | None,
-    ) -> None:
-        """Leaves in x what the rows are after the last layer."""
-        at_once = max(1, MOST_ROWS // x.shape[1])
-        for start in range(0, len(x), at_once):
-            part = slice(start, start + at_once)
-            some, of_them = x[part], nodes.rows(part)
-            wanted = None if found is None else (found[0][part], found[1][part])
-            watched = None if states is None else (self._watch, states[part])
-            if self._exit is None or wanted is None:
-                self._kernels.run(model, some, of_them, wanted, watched=watched)
-            else:  # the layers alone, and then none of them
-                self._kernels.run(model, some, of_them, None, watched=watched)
-                out = self._exit(some.clone()).contiguous()
-                self._kernels.run(self._some(0, 0), out, of_them, wanted)
-
-
-class Nodes(NamedTuple):
-    """What a pass has to know of its nodes, [B, N]."""
-
-    first: int  # row of the cache
-    real: int
-    lengths: Tensor  # [B]
-    depths: Tensor
-    ancestors: Tensor  # as bits
-    cos: Tensor  # [B, N, width]
-    sin: Tensor
-    which: Tensor | None = None  # [B, U] the only ones that the pass is over
-
-    def rows(self, part: slice) -> Nodes:
+        depths = torch.tensor([tree.depths(one) for one in parents])
+        starts = torch.tensor(kv_lens)
+        positions = (starts[:, None] + depths).clamp(max=cache_slice.last_position)
+        cos, sin = (
+            angles.expand(len(hidden), -1, -1).contiguous()
+            for angles in self._spec.rotary(hidden, positions)
+        )
+        assert cos.shape[-1] == self._model.head_dim
         return Nodes(
-            self.first + part.start,
-            self.real,
-            self.lengths[part],
-            self.depths[part],
-            self.ancestors[part],
-            self.cos[part],
-            self.sin[part],
-            None if self.which is None else self.which[part],
+            first_slot=cache_slice.first_slot,
+            num_context_tokens=cache_slice.num_context_tokens,
+            kv_lens=starts,
+            depths=depths.to(torch.int32),
+            ancestors=torch.tensor([tree.ancestor_bits(one) for one in parents]),
+            cos=cos,
+            sin=sin,
         )
 
-    def some(self, which: Tensor) -> Nodes:
-        rows = torch.arange(len(which))[:, None]
-        return self._replace(cos=self.cos[rows, which], sin=self.sin[rows, which], which=which)
+    def _captured(self, num_slots: int, num_nodes: int) -> Captured | None:
+        depths = self._capture_depths
+        if not len(depths):
+            return None
+        size = (num_slots, num_nodes, len(depths), self._spec.hidden_size)
+        return Captured(depths, torch.empty(size))
 
+    def _verifies(self, cache_slice: CacheSlice, with_logits: bool) -> bool:
+        """Whether a forward may start above the lower layers: it verifies a draft of which the root
+        alone is context, by all layers, and captures no hidden states."""
+        is_verification = with_logits and cache_slice.num_context_tokens == 1
+        return is_verification and self._all_layers is None and not len(self._capture_depths)
 
-class Kernels:
-    """The compiled library, and the memory that its passes work in."""
+    def _layer_range(self, first: int, count: int) -> abi.Model:
+        """The model with layers [first, first + count) only."""
+        model = abi.Model.from_buffer_copy(self._model)
+        model.layers = ctypes.addressof(self._layers) + first * ctypes.sizeof(abi.DecoderLayer)
+        model.num_layers = count
+        return model
 
-    def __init__(self, library: Any) -> None:
-        self.library = library
-        self._scratch = torch.empty(0)
+    def _after_lower_layers(
+        self, embedded: Tensor, nodes: Nodes, lower: LowerLayerCache, found: list[list[int]]
+    ) -> Tensor:
+        """Hidden states [B, N, H] after the lower layers: `found` [B][N] of them from the draft,
+        whose KV entries are moved to where they belong; those of -1 are computed."""
+        self._cache.move(_moves(found, nodes.first_slot), lower.num_layers)
+        num_missing = max(one.count(-1) for one in found)
+        # As many nodes of each sequence, the missing ones first: to compute one again does no harm.
+        order = [
+            sorted(range(len(one)), key=[index != -1 for index in one].__getitem__) for one in found
+        ]
+        tree_nodes = torch.tensor(order)[:, :num_missing].contiguous()
+        sequences = torch.arange(len(found))[:, None]
+        hidden = lower.hidden[sequences, torch.tensor(found).clamp(min=0)]
+        if num_missing:
+            missing = embedded[sequences, tree_nodes]
+            lower_layers = self._layer_range(0, lower.num_layers)
+            self._run(lower_layers, missing, nodes.select(tree_nodes), None, None)
+            hidden[sequences, tree_nodes] = missing
+        return hidden
 
-    def run(
+    def _run(
         self,
-        model: Model,
-        x: Tensor,
+        model: abi.Model,
+        hidden: Tensor,
         nodes: Nodes,
-        found: tuple[Tensor, Tensor] | None,
-        *,
-        watched: tuple[Tensor, Tensor] | None = None,
-        seen: Tensor | None = None,
-        keys_only: bool = False,
+        outputs: Outputs | None,
+        captured: Captured | None,
     ) -> None:
-        """One pass over x [B, N, H], which becomes what it is after the last layer. `found`: logits
-        and likeliest tokens, to be filled. `watched`: depths, and states to be filled."""
-        rows, count = x.shape[:2]
-        threads, pointer = build.threads(), ctypes.byref(model)
-        needed = self.library.draftahead_scratch(pointer, rows * count, threads)
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
-        logits, top = found or (None, None)
-        watch, states = watched or (None, None)
-        arguments = Pass(
-            rows=rows,
-            nodes=count,
-            first=nodes.first,
-            real=nodes.real,
-            lengths=_address(nodes.lengths),
-            block=nodes.depths.shape[1],
-            which=_address(nodes.which),
-            depths=_address(nodes.depths),
-            ancestors=_address(nodes.ancestors),
-            cos=_address(nodes.cos),
-            sin=_address(nodes.sin),
-            seen=_address(seen),
-            keys_only=keys_only,
-            x=_address(x),
-            logits=_address(logits),
-            watched=0 if watch is None else len(watch),
-            watch=_address(watch),
-            states=_address(states),
-            top=_address(top),
-            scratch=_address(self._scratch),
-        )
-        self.library.draftahead_pass(pointer, ctypes.byref(arguments), threads)
+        """Runs the model over `hidden` [B, N, H], in place, at most MAX_NODES nodes per call."""
+        at_once = max(1, MAX_NODES // hidden.shape[1])
+        for start in range(0, len(hidden), at_once):
+            part = slice(start, start + at_once)
+            some, some_nodes = hidden[part], nodes.of_sequences(part)
+            some_outputs = outputs and outputs.of_sequences(part)
+            some_captured = captured and captured.of_sequences(part)
+            if self._exit_transform is None or some_outputs is None:
+                self._kernels.forward(model, some, some_nodes, some_outputs, captured=some_captured)
+            else:  # the layers, the transform, then the final norm and LM head alone
+                self._kernels.forward(model, some, some_nodes, None, captured=some_captured)
+                transformed = self._exit_transform(some.clone()).contiguous()
+                self._kernels.forward(
+                    self._layer_range(0, 0), transformed, some_nodes, some_outputs
+                )
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    assert tensor is None or tensor.is_contiguous()
-    return None if tensor is None else tensor.data_ptr()
-
-
-def bound(shape: LlamaSpec, cache: KVCache) -> tuple[Kernels, Any, Model]:
-    """The kernels, and a model over a cache as they take it. Shape and cache must outlive
-    what is returned: it holds addresses."""
-    library = build.library()
-    if library is None:
-        raise UnsupportedSpecError(build.problem())
-    require(cache.keys[0].dtype == torch.float32, "not float32")
-    require(cache.keys[0].device.type == "cpu", "not on the CPU")
-    require(shape.width % 16 == 0 and shape.inner % 16 == 0, "odd widths")
-    require(fits(shape.head), "head")
-    layers = (Layer * len(shape.layers))(
-        *(described(layer, cache.keys[i], cache.values[i]) for i, layer in enumerate(shape.layers))
-    )
-    model = Model(
-        layers=ctypes.addressof(layers),
-        layer_count=len(shape.layers),
-        hidden=shape.hidden,
-        heads=shape.heads,
-        key_heads=shape.key_heads,
-        width=shape.width,
-        inner=shape.inner,
-        length=cache.num_entries,
-        activation=shape.activation,
-        final_norm=vector(shape.norm),
-        head=describe(shape.head),
-        eps=shape.eps,
-    )
-    return Kernels(library), layers, model
-
-
-def described(layer: LayerSpec, keys: Tensor, values: Tensor) -> Layer:
-    require(all(fits(linear) for linear in layer.linears.values()), "linear layers")
-    return Layer(
-        **{name: describe(linear) for name, linear in layer.linears.items()},
-        input_norm=vector(layer.input_norm),
-        after_norm=vector(layer.after_norm),
-        q_norm=None if layer.q_norm is None else vector(layer.q_norm),
-        k_norm=None if layer.k_norm is None else vector(layer.k_norm),
-        keys=keys.data_ptr(),
-        values=values.data_ptr(),
-        window=layer.window,
-        scaling=layer.scaling,
-    )
-
-
-def vector(weight: Tensor) -> int:
-    require(is_plain(weight, torch.float32, "cpu"), "norms")
-    return weight.data_ptr()
+def _moves(found: list[list[int]], first_slot: int) -> list[tuple[int, int, int]]:
+    """(slot, to, from) of nodes whose place in the tree differs from their place in the draft."""
+    return [
+        (slot, node, index)
+        for slot, indices in enumerate(found, first_slot)
+        for node, index in enumerate(indices)
+        if index not in (-1, node)
+    ]

@@ -1,9 +1,10 @@
-"""What the lower layers made of drafted nodes, so that the pass that verifies them need not do it
-again. Only for kernels that give a token the same bits in every pass.
+"""Lower-layer hidden states of drafted tokens, reused by verification.
 
-Nobody is taken at his word for it. A decoder notes by itself what its last passes over the lower
-layers were about; any other pass, and anything that happens to the rows, makes that void; and a
-node counts as the same only if the text before it and the tokens on its path are.
+A drafter that runs the target's first layers (early_exit) has already computed what verification
+computes there. Kernels that give a token the same bits in every forward may reuse it. Nothing
+depends on the drafter: the decoder itself records its last forwards over first layers. Any other
+forward or cache write invalidates the record, and a node is reused only if its slot's tokens and
+the tokens on its path are the same.
 """
 
 from __future__ import annotations
@@ -19,73 +20,85 @@ from draftahead.kv.cache import KVCache
 
 @dataclass(frozen=True)
 class LowerLayerCache:
-    layers: int
-    first: int  # row of the cache
-    texts: list[list[int]]  # that the rows held
-    version: int  # of the cache, until then
-    tokens: list[list[int]]  # of the nodes behind them
-    parents: list[list[int]]
-    states: Tensor  # [B, N, H] after these layers, before any norm
+    """Nodes that the first `num_layers` layers were run over, behind B slots of the KV cache."""
+
+    num_layers: int
+    first_slot: int
+    tokens_in: list[list[int]]  # [B] tokens that the slots held
+    version: int  # of the KV cache
+    tokens: list[list[int]]  # [B][N]
+    parents: list[list[int]]  # [B][N]
+    hidden: Tensor  # [B, N, H] after these layers, before any norm
 
     @property
-    def nodes(self) -> int:
+    def num_nodes(self) -> int:
         return len(self.tokens[0])
 
     @staticmethod
-    def before(
+    def extended_by(
         last: LowerLayerCache | None,
-        layers: int,
+        num_layers: int,
         cache: KVCache,
-        first: int,
-        lengths: Sequence[int],
+        first_slot: int,
+        kv_lens: Sequence[int],
     ) -> LowerLayerCache | None:
-        """What a pass behind so many slots goes on from: nothing, behind the rows' texts; the nodes
-        of the last passes, where it follows them as a chain; None if it does neither."""
-        texts = [list(cache.tokens_in[first + row]) for row in range(len(lengths))]
-        held = [len(text) for text in texts]
-        if held == list(lengths):
-            none: list[list[int]] = [[] for _ in texts]
-            return LowerLayerCache(layers, first, texts, cache.version, none, none, torch.empty(0))
-        if last is None or last.layers != layers or not last._is_of(cache, first, len(texts)):
+        """The record that a forward over the first layers, behind `kv_lens` entries, adds to: an
+        empty one if it starts behind the slots' tokens; `last` if it continues its nodes as a
+        chain; None if it does neither."""
+        tokens_in = [list(cache.tokens_in[first_slot + b]) for b in range(len(kv_lens))]
+        if [len(tokens) for tokens in tokens_in] == list(kv_lens):
+            empty: list[list[int]] = [[] for _ in tokens_in]
+            return LowerLayerCache(
+                num_layers, first_slot, tokens_in, cache.version, empty, empty, torch.empty(0)
+            )
+        if last is None or last.num_layers != num_layers:
             return None
-        chain = list(range(-1, last.nodes - 1))
-        follows = [length + last.nodes for length in held] == list(lengths)
-        return last if follows and all(row == chain for row in last.parents) else None
+        if not last._is_valid(cache, first_slot, len(tokens_in)):
+            return None
+        chain = list(range(-1, last.num_nodes - 1))
+        continues = [len(tokens) + last.num_nodes for tokens in tokens_in] == list(kv_lens)
+        return last if continues and all(one == chain for one in last.parents) else None
 
-    def and_then(
-        self, tokens: list[list[int]], parents: Sequence[Sequence[int]], states: Tensor
+    def with_nodes(
+        self, tokens: list[list[int]], parents: Sequence[Sequence[int]], hidden: Tensor
     ) -> LowerLayerCache:
-        """With the nodes of one more pass."""
-        count = self.nodes
+        """With the nodes [B, M] of one more forward; `parents` count within it."""
+        count = self.num_nodes
         return replace(
             self,
-            tokens=[[*a, *b] for a, b in zip(self.tokens, tokens, strict=True)],
+            tokens=[[*old, *new] for old, new in zip(self.tokens, tokens, strict=True)],
             parents=[
-                [*a, *(count + parent for parent in b)]
-                for a, b in zip(self.parents, parents, strict=True)
+                [*old, *(count + parent for parent in new)]
+                for old, new in zip(self.parents, parents, strict=True)
             ],
-            states=torch.cat([self.states, states], 1) if count else states,
+            hidden=torch.cat([self.hidden, hidden], 1) if count else hidden,
         )
 
-    def places(
-        self, cache: KVCache, first: int, tokens: list[list[int]], parents: Sequence[Sequence[int]]
+    def find(
+        self,
+        cache: KVCache,
+        first_slot: int,
+        tokens: list[list[int]],
+        parents: Sequence[Sequence[int]],
     ) -> list[list[int]] | None:
-        """For every node of these trees which node here it is, or -1; None if none is."""
-        if not self._is_of(cache, first, len(tokens)):
+        """For every node [B][M] of these trees the index of the recorded node with the same path,
+        or -1; None if there is none at all, or the record is invalid."""
+        if not self._is_valid(cache, first_slot, len(tokens)):
             return None
-        found = [self._row(row, tokens[row], parents[row]) for row in range(len(tokens))]
-        return found if any(at != -1 for row in found for at in row) else None
+        found = [self._find(b, tokens[b], parents[b]) for b in range(len(tokens))]
+        return found if any(index != -1 for one in found for index in one) else None
 
-    def _row(self, row: int, tokens: list[int], parents: Sequence[int]) -> list[int]:
-        own = zip(self.parents[row], self.tokens[row], strict=True)
-        known = {node: place for place, node in enumerate(own)}  # (parent, token)
+    def _find(self, b: int, tokens: list[int], parents: Sequence[int]) -> list[int]:
+        recorded = zip(self.parents[b], self.tokens[b], strict=True)
+        index_of = {node: index for index, node in enumerate(recorded)}  # by (parent, token)
         found: list[int] = []
         for token, parent in zip(tokens, parents, strict=True):
-            above = -1 if parent == -1 else found[parent]
-            is_known = parent == -1 or above != -1
-            found.append(known.get((above, token), -1) if is_known else -1)
+            parent_index = -1 if parent == -1 else found[parent]
+            has_path = parent == -1 or parent_index != -1
+            found.append(index_of.get((parent_index, token), -1) if has_path else -1)
         return found
 
-    def _is_of(self, cache: KVCache, first: int, rows: int) -> bool:
-        held = cache.tokens_in[first : first + rows]
-        return (first, held, cache.version) == (self.first, self.texts, self.version)
+    def _is_valid(self, cache: KVCache, first_slot: int, num_slots: int) -> bool:
+        tokens_in = cache.tokens_in[first_slot : first_slot + num_slots]
+        now = (first_slot, tokens_in, cache.version)
+        return now == (self.first_slot, self.tokens_in, self.version)

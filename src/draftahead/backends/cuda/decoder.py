@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftahead.backends.base import CacheSlice, DeviceTree, ForwardOutput, is_plain, require
+from draftahead.backends.base import CacheSlice, DeviceTree, is_plain, require
 from draftahead.backends.cuda.graphs import GraphPool, NodeInputs
 from draftahead.backends.cuda.layers import MOST_ROWS, Block, CudaLayers, KVSplits, power_of_two
 from draftahead.backends.llama_spec import LlamaSpec
+from draftahead.core.types import ForwardOutput
 from draftahead.kv.cache import KVCache
 
 MOST_NODES = 64  # of a text: ancestors are the bits of one word
@@ -40,35 +41,37 @@ class CudaDecoder:
         self.best = torch.empty(MOST_ROWS, dtype=torch.int64, device=device)
         self._watched: tuple[int, ...] = ()
 
-    def watch(self, depths: tuple[int, ...]) -> None:
+    def capture_hidden(self, depths: tuple[int, ...]) -> None:
         self._watched = depths
-        self.states = self.layers.empty(MOST_ROWS, len(depths), self.shape.hidden)
+        self.states = self.layers.empty(MOST_ROWS, len(depths), self.shape.hidden_size)
         self.graphs.forget()
 
-    def takes(self, texts: int, nodes: int, scored: bool) -> bool:
+    def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
         # A prompt is bound by arithmetic, which is not what these kernels are made for.
-        small = nodes <= MOST_NODES and texts * nodes <= MOST_ROWS
-        return scored and small and self.graphs.works
+        small = num_nodes <= MOST_NODES and num_slots * num_nodes <= MOST_ROWS
+        return with_logits and small and self.graphs.works
 
-    def run(
+    def forward(
         self,
         tokens: Tensor,
-        lengths: Sequence[int],
+        kv_lens: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         *,
-        place: CacheSlice,
-        scored: bool = True,
+        cache_slice: CacheSlice,
+        with_logits: bool = True,
     ) -> ForwardOutput | None:
         """Nodes [B, N] -> logits [B, N, V] and the best token after each, good until the next
         pass."""
-        reach = KVSplits.over(place.first, place.live)
+        reach = KVSplits.over(cache_slice.first_slot, cache_slice.kv_len)
         body = partial(self._pass, reach=reach)
-        found = self.graphs.over(reach, body, tokens, lengths, parents, place.real)
+        found = self.graphs.over(
+            reach, body, tokens, kv_lens, parents, cache_slice.num_context_tokens
+        )
         if found is None:
             return None
         logits, best = found
         assert logits is not None
-        return ForwardOutput(logits, best)
+        return ForwardOutput(logits, argmax=best)
 
     def _pass(self, inputs: NodeInputs, reach: KVSplits) -> tuple[Tensor | None, ...]:
         """Every kernel of a pass, in order."""
@@ -82,8 +85,8 @@ class CudaDecoder:
         layers.launch(
             kernels.embed, count,
             inputs.tokens, s.embed.weight, s.layers[0].input_norm, layers.x, layers.scaled,
-            layers.squares[0], HIDDEN=s.hidden, PARTS=layers.parts, SHIFT=layers.shift,
-            BLOCK=power_of_two(s.hidden),
+            layers.squares[0], HIDDEN=s.hidden_size, PARTS=layers.parts, SHIFT=layers.shift,
+            BLOCK=power_of_two(s.hidden_size),
         )  # fmt: skip
         block = Block(inputs.real, inputs.lengths, inputs.depths, inputs.ancestors, nodes)
         layers.run(block, reach, shown=partial(self._show, count=count))
@@ -104,5 +107,7 @@ class CudaDecoder:
             if depth == done:
                 state = self.layers.x[:count]
                 if done == len(self.shape.layers):
-                    state = F.rms_norm(state, state.shape[-1:], self.shape.norm, self.shape.eps)
+                    state = F.rms_norm(
+                        state, state.shape[-1:], self.shape.final_norm, self.shape.norm_eps
+                    )
                 self.states[:count, place] = state

@@ -8,13 +8,12 @@ a pass is some numbers written to memory and one launch.
 
 from __future__ import annotations
 
-import gc
+import logging
 import math
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -22,8 +21,11 @@ from torch import Tensor
 
 from draftahead.backends.base import DeviceTree
 from draftahead.core import tree
+from draftahead.core.device import Captured, Device, GraphMemory, device_of
 from draftahead.core.draft import DeviceTimer
 from draftahead.core.stats import CompileTime
+
+logger = logging.getLogger("draftahead")
 
 MOST_GRAPHS = 256
 MOST_ALIKE = 8  # recordings of one shape: so many passes of it can be under way
@@ -43,7 +45,7 @@ class Inputs:
         self._block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         parts = zip(torch.split(self._block, sizes), shapes, strict=True)
         self.parts = [part.view(shape) for part, shape in parts]
-        self._here = _pinned(self, sum(sizes[:sent]))
+        self._here = _pinned(self, sum(sizes[:sent]), device_of(device))
         self.words = self._here.numpy()
 
     def fetch(self) -> None:
@@ -87,17 +89,16 @@ class NodeInputs(Inputs):
             self.tokens.copy_(tokens)
 
 
-_SPARE: dict[int, list[Tensor]] = {}  # by length
-_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator may still ask them, so they stay
+_SPARE: dict[tuple[torch.device, int], list[Tensor]] = {}  # by device and length
 
 
-def _pinned(owner: Inputs, length: int) -> Tensor:
+def _pinned(owner: Inputs, length: int, device: Device) -> Tensor:
     """Host memory that a device can read by itself, kept for the next owner. Freeing it would leave
     a mark on the stream that graphs are recorded on, and in whatever is being recorded there."""
-    spare = _SPARE.setdefault(length, [])
+    spare = _SPARE.setdefault((device.device, length), [])
     if spare:
-        torch.cuda.synchronize()  # its last owner may have left a pass under way
-    found = spare.pop() if spare else torch.zeros(length, dtype=torch.int64).pin_memory()
+        device.synchronize()  # its last owner may have left a pass under way
+    found = spare.pop() if spare else device.pinned(torch.zeros(length, dtype=torch.int64))
     weakref.finalize(owner, spare.append, found)
     return found
 
@@ -109,25 +110,27 @@ Body = Callable[[Any], Output]  # given its Inputs
 class CapturedGraph:
     """A graph with inputs of its own, so that others of its shape may be under way meanwhile."""
 
-    def __init__(self, inputs: Inputs, body: Body, pool: Any, stream: torch.cuda.Stream) -> None:
-        self.inputs, self._body, self._pool, self._stream = inputs, body, pool, stream
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: Output = ()
-        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def __init__(self, inputs: Inputs, body: Body, device: Device, memory: GraphMemory) -> None:
+        self.inputs, self._body, self._device, self._memory = inputs, body, device, memory
+        self._graph: Captured | None = None
+        self.done = device.event()
 
     def is_free(self) -> bool:
-        return bool(self.done.query())  # type: ignore[no-untyped-call]
+        return self.done.query()
 
-    def set_up(self) -> torch.cuda.CUDAGraph:
+    def set_up(self) -> Captured:
         """What is done meanwhile is done several times, with the inputs as they are."""
         if self._graph is None:
             with CompileTime.counted():
                 self._pass()  # compiles kernels and makes workspaces: neither may be recorded
-                self._try_without_waiting()
-                torch.cuda.synchronize()
-                self._graph = self._recorded()
+                # A pass that waits for the device cannot be recorded, and to find that out by
+                # recording leaves torch's allocators in disorder. So it is found out before.
+                with self._device.refusing_to_wait():
+                    self._pass()
+                self._device.synchronize()
+                self._graph = self._memory.capture(self._pass)
                 self._graph.replay()  # the first takes longer
-                torch.cuda.synchronize()
+                self._device.synchronize()
         return self._graph
 
     def run(self, clock: DeviceTimer | None = None) -> Output:
@@ -139,60 +142,22 @@ class CapturedGraph:
         if clock is not None:
             clock.mark()
         self.done.record()
-        return self._output
-
-    def _try_without_waiting(self) -> None:
-        """A pass that waits for the device cannot be recorded, and to find that out by recording
-        leaves torch's allocators in disorder. So it is found out before."""
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*prototype feature")
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            self._pass()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # a graph or host memory that dies meanwhile would spoil the recording
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._output = self._pass()
-                finally:
-                    graph.capture_end()
-        except BaseException:
-            _FAILED.append(graph)
-            raise
-        finally:
-            if collects:
-                gc.enable()
-        return graph
+        output: Output = graph.output
+        return output
 
     def _pass(self) -> Output:
         self.inputs.fetch()
         return self._body(self.inputs)
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """That device, if it is not the one at work already: to ask costs less than to set."""
-    if device.index in (None, torch.cuda.current_device()):
-        return nullcontext()
-    return torch.cuda.device(device)
-
-
 class GraphPool:
     """Recordings by key, the one least lately used dropped for a new one."""
 
     def __init__(self, device: torch.device, owner: str) -> None:
-        self._device, self._owner, self.most = device, owner, MOST_GRAPHS
+        self._device, self._owner, self.most = device_of(device), owner, MOST_GRAPHS
         self._kept: OrderedDict[Hashable, list[CapturedGraph]] = OrderedDict()
         self.works = True
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._memory = self._device.graph_memory()
 
     def over(
         self,
@@ -205,12 +170,12 @@ class GraphPool:
     ) -> Output | None:
         """One pass over nodes [B, N]."""
         texts, nodes = tokens.shape
-        on_host: Known = "all" if tokens.device.type == "cpu" else "shape"
+        on_host: Known = "all" if self._device.is_on_host(tokens) else "shape"
         known: Known = "roots" if isinstance(parents, DeviceTree) else on_host
         return self.run(
             (key, texts, nodes, known),
             body,
-            lambda: NodeInputs(texts, nodes, self._device, known),
+            lambda: NodeInputs(texts, nodes, self._device.device, known),
             lambda inputs: inputs.write(tokens, lengths, parents, real),
         )
 
@@ -225,26 +190,34 @@ class GraphPool:
         once: bool = False,
     ) -> Output | None:
         """One pass, with Inputs made for it once and written each time; None, and a warning, where
-        passes cannot be recorded or kernels not be run. `once`: it may not be done twice, and is
-        nothing with zeros for inputs."""
-        try:
-            with _on(self._device):
-                recording = self._free(key, body, make)
-                if once:
-                    recording.inputs.words[:] = 0
-                    recording.set_up()
+        passes cannot be recorded or kernels not be compiled. `once`: it may not be done twice, and
+        is nothing with zeros for inputs."""
+        with self._device.active():
+            recording = self._free(key, body, make)
+            if once:
+                recording.inputs.words[:] = 0
+            else:
                 write(recording.inputs)
-                return recording.run(clock)
-        except Exception as failure:
-            self.works = False
-            self._kept.clear()
-            said = str(failure).strip().splitlines() or [type(failure).__name__]
-            warnings.warn(
-                f"passes of {self._owner} cannot be recorded as a CUDA graph, so they run eagerly, "
-                f"at the host's pace: {said[0]}",
-                stacklevel=2,
-            )
-            return None
+            try:
+                recording.set_up()
+            except self._device.capture_errors as failure:
+                self._give_up(failure)
+                return None
+            if once:
+                write(recording.inputs)
+            return recording.run(clock)
+
+    def _give_up(self, failure: Exception) -> None:
+        """From now on passes run eagerly. Said once: afterwards `works` is False."""
+        self.works = False
+        self._kept.clear()
+        said = str(failure).strip().splitlines() or [type(failure).__name__]
+        message = (
+            f"passes of {self._owner} cannot be recorded as a CUDA graph, so they run eagerly, "
+            f"at the host's pace: {said[0]}"
+        )
+        logger.warning(message, exc_info=failure)
+        warnings.warn(message, stacklevel=3)
 
     def _free(self, key: Hashable, body: Body, make: Callable[[], Any]) -> CapturedGraph:
         """A recording of this shape that is not under way; made if there is none."""
@@ -259,20 +232,19 @@ class GraphPool:
         else:
             if len(self) >= self.most:
                 self._drop_oldest()
-            recording = CapturedGraph(make(), body, self._pool, self._stream)
+            recording = CapturedGraph(make(), body, self._device, self._memory)
         found.append(recording)
         return recording
 
     def forget(self) -> None:
         """What was recorded is not what a pass is from now on."""
         if self._kept:
-            torch.cuda.synchronize()
+            self._device.synchronize()
             self._kept.clear()
-            with torch.cuda.device(self._device):  # a pool dies with the last of its graphs
-                self._pool = torch.cuda.graph_pool_handle()
+            self._memory.renew()
 
     def _drop_oldest(self) -> None:
-        torch.cuda.synchronize()
+        self._device.synchronize()
         oldest = next(key for key, found in self._kept.items() if found)
         self._kept[oldest].pop(0)
         if not self._kept[oldest]:

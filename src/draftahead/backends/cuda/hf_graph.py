@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import CacheSlice, DeviceTree, ForwardOutput, UnsupportedSpecError
+from draftahead.backends.base import CacheSlice, DeviceTree, UnsupportedSpecError
 from draftahead.backends.cuda.graphs import GraphPool, Inputs, NodeInputs
 from draftahead.backends.cuda.layers import power_of_two
+from draftahead.core.types import ForwardOutput
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache
 
@@ -40,42 +41,50 @@ class GraphedForward:
         half = cache.keys[0].dtype in (torch.bfloat16, torch.float16)
         self.tolerance = 0.1 if half else 1e-3  # other numbers of slots make other sums
 
-    def watch(self, depths: tuple[int, ...]) -> None:
+    def capture_hidden(self, depths: tuple[int, ...]) -> None:
         self.graphs.forget()  # the forward itself stores the states
 
-    def takes(self, texts: int, nodes: int, scored: bool) -> bool:
-        return self.graphs.works and scored and nodes <= MOST_NODES
+    def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
+        return self.graphs.works and with_logits and num_nodes <= MOST_NODES
 
-    def run(
+    def forward(
         self,
         tokens: Tensor,
-        lengths: Sequence[int],
+        kv_lens: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         *,
-        place: CacheSlice,
-        scored: bool = True,
+        cache_slice: CacheSlice,
+        with_logits: bool = True,
     ) -> ForwardOutput | None:
         """None where a pass cannot be recorded."""
         live = SHORTEST
-        while live < place.live:
+        while live < cache_slice.kv_len:
             live *= 2
-        place = place._replace(live=min(live, self._cache.num_entries))
-        body = partial(self._pass, place=place)
-        found = self.graphs.over(place, body, tokens, lengths, parents, place.real)
+        cache_slice = cache_slice._replace(kv_len=min(live, self._cache.num_entries))
+        body = partial(self._pass, cache_slice=cache_slice)
+        found = self.graphs.over(
+            cache_slice, body, tokens, kv_lens, parents, cache_slice.num_context_tokens
+        )
         if found is None:
             return None
         (logits,) = found
         assert logits is not None
         return ForwardOutput(logits)
 
-    def _pass(self, inputs: NodeInputs, place: CacheSlice) -> tuple[Tensor | None, ...]:
+    def _pass(self, inputs: NodeInputs, cache_slice: CacheSlice) -> tuple[Tensor | None, ...]:
         nodes, lengths = inputs.tokens.shape[1], inputs.lengths
         index = torch.arange(nodes, device=lengths.device)
         ancestors = ((inputs.ancestors[:, :, None] >> index) & 1) == 1
-        mask = attention.distances(lengths, inputs.depths, ancestors, place.live)
-        positions = (lengths[:, None] + inputs.depths).clamp(max=place.last_position)
+        mask = attention.distances(lengths, inputs.depths, ancestors, cache_slice.kv_len)
+        positions = (lengths[:, None] + inputs.depths).clamp(max=cache_slice.last_position)
         slots = lengths[:, None] + index
-        window = CacheView(self._cache, place.first, slots, place.live, place.real)
+        window = CacheView(
+            self._cache,
+            cache_slice.first_slot,
+            slots,
+            cache_slice.kv_len,
+            cache_slice.num_context_tokens,
+        )
         if self._layers is None:
             return (self._forward(inputs.tokens, positions, mask, window, True),)
         with self._layers.in_place():

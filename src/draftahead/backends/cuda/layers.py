@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError, is_plain, require
 from draftahead.backends.llama_spec import LayerSpec, LlamaSpec
+from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
 MOST_ROWS = 128  # of all nodes of a pass
@@ -68,25 +69,27 @@ class CudaLayers:
         try:
             from draftahead.backends.cuda import kernels
         except Exception as problem:  # not installed, or not for this machine
-            raise UnsupportedSpecError(f"Triton does not load: {problem}") from problem
+            raise UnsupportedSpecError(
+                f"Triton does not load: {problem}", faster="install triton"
+            ) from problem
         self.kernels, self.shape, self.cache = kernels, shape, cache
         self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
         self._check()
         self._shared = SHARED
-        if self.device.type == "cuda":
-            limits = torch.cuda.get_device_properties(self.device)
-            room = getattr(limits, "shared_memory_per_block_optin", 99 * 1024)
+        if (room := device_of(self.device).shared_memory()) is not None:
             self._shared = min(SHARED, room - 8 * 1024)
         rows, make = MOST_ROWS, self.empty
-        self.x, self.middle, self.scaled = (make(rows, shape.hidden) for _ in range(3))
-        self.qkv = make(rows, (shape.heads + 2 * shape.key_heads) * shape.width)
-        self.mixed = make(rows, shape.heads * shape.width)
-        self.inner = make(rows, shape.inner)
-        self.logits = make(rows, shape.vocabulary)
-        tiles = [self._tile(name, 1, shape.hidden, shape.hidden) for name in ("o", "down")]
-        self.parts = power_of_two(-(-shape.hidden // min(tile["BLOCK_N"] for tile in tiles)))
+        self.x, self.middle, self.scaled = (make(rows, shape.hidden_size) for _ in range(3))
+        self.qkv = make(rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+        self.mixed = make(rows, shape.num_heads * shape.head_dim)
+        self.inner = make(rows, shape.intermediate_size)
+        self.logits = make(rows, shape.vocab_size)
+        tiles = [
+            self._tile(name, 1, shape.hidden_size, shape.hidden_size) for name in ("o", "down")
+        ]
+        self.parts = power_of_two(-(-shape.hidden_size // min(tile["BLOCK_N"] for tile in tiles)))
         # Of each tile of the vocabulary: the largest logit, its place, and all of them beside it.
-        most = rows, -(-shape.vocabulary // 16)
+        most = rows, -(-shape.vocab_size // 16)
         self.tops = torch.empty(most, device=self.device)
         self.places = torch.empty(most, dtype=torch.int32, device=self.device)
         self.sums = torch.empty(most, device=self.device)
@@ -102,8 +105,13 @@ class CudaLayers:
     def _check(self) -> None:
         s, kind = self.shape, self.device.type
         require(self.dtype in (torch.bfloat16, torch.float16), "not half precision")
-        require(s.width in (32, 64, 128, 256), f"heads of width {s.width}")
-        widths = (s.hidden, s.heads * s.width, s.key_heads * s.width, s.inner)
+        require(s.head_dim in (32, 64, 128, 256), f"heads of width {s.head_dim}")
+        widths = (
+            s.hidden_size,
+            s.num_heads * s.head_dim,
+            s.num_kv_heads * s.head_dim,
+            s.intermediate_size,
+        )
         require(all(width % 64 == 0 for width in widths), "odd widths")
         for layer in s.layers:
             for name, linear in layer.linears.items():
@@ -113,8 +121,8 @@ class CudaLayers:
             biases = {layer.linears[name].bias is None for name in "qkv"}
             require(len(biases) == 1, "a bias here and none there")
             require((layer.q_norm is None) == (layer.k_norm is None), "one norm of two")
-        require(type(s.head) is nn.Linear and s.head.bias is None, "head")
-        require(is_plain(s.head.weight, self.dtype, kind), "head")
+        require(type(s.lm_head) is nn.Linear and s.lm_head.bias is None, "head")
+        require(is_plain(s.lm_head.weight, self.dtype, kind), "head")
 
     def run(
         self,
@@ -129,11 +137,11 @@ class CudaLayers:
         the first layer looks at, with `x` for its residual. The result is in `x` or `out`, and
         normed for the vocabulary in `scaled` and `squares`. `shown`: called after every layer."""
         s, count = self.shape, block.rows
-        heads = s.heads * reach.splits * count
+        heads = s.num_heads * reach.splits * count
         scratch = [
-            torch.empty(size, device=self.device) for size in (heads * s.width, heads, heads)
+            torch.empty(size, device=self.device) for size in (heads * s.head_dim, heads, heads)
         ]
-        norms = [*(layer.input_norm for layer in s.layers[1:]), s.norm]
+        norms = [*(layer.input_norm for layer in s.layers[1:]), s.final_norm]
         for index, (layer, next_norm) in enumerate(zip(s.layers, norms, strict=True)):
             part, is_last = layer.linears, index == len(s.layers) - 1
             source = seen if seen is not None and index == 0 else self.scaled
@@ -142,7 +150,7 @@ class CudaLayers:
                         normed=source is self.scaled)  # fmt: skip
             self._attend(index, layer, block, reach, scratch)
             self.linear("o", [part["o"]], self.mixed, self.middle, count, squares=1,
-                        add=self.x, norm=layer.after_norm)  # fmt: skip
+                        add=self.x, norm=layer.post_attention_norm)  # fmt: skip
             self._gated(layer, count)
             result = out if out is not None and is_last else self.x
             self.linear("down", [part["down"]], self.inner, result, count, squares=0,
@@ -153,10 +161,10 @@ class CudaLayers:
         """Logits of so many rows, and the largest of each tile, with `sums` also how much all of a
         tile are; returns the number of tiles and the size of one."""
         s = self.shape
-        self.linear("head", [s.head], self.scaled, self.logits, count, squares=0, normed=True,
+        self.linear("head", [s.lm_head], self.scaled, self.logits, count, squares=0, normed=True,
                     sums=sums)  # fmt: skip
-        size = int(self._tile("head", count, s.vocabulary, s.hidden)["BLOCK_N"])
-        return -(-s.vocabulary // size), size
+        size = int(self._tile("head", count, s.vocab_size, s.hidden_size)["BLOCK_N"])
+        return -(-s.vocab_size // size), size
 
     def linear(
         self,
@@ -182,7 +190,7 @@ class CudaLayers:
         tile = self._tile(name, count, out, in_)
         self.launch(
             self.kernels.linear, -(-out // tile["BLOCK_N"]),
-            x, self.squares[squares], self.shape.eps, *three, *biases,
+            x, self.squares[squares], self.shape.norm_eps, *three, *biases,
             three[0].shape[0], three[1].shape[0], y, x if add is None else add,
             three[0] if norm is None else norm, self.scaled, self.squares[squares],
             self.tops, self.places, self.sums, count,
@@ -192,37 +200,43 @@ class CudaLayers:
         )  # fmt: skip
 
     def _gated(self, layer: LayerSpec, count: int) -> None:
-        s, tile = self.shape, self._tile("gated", count, self.shape.inner, self.shape.hidden)
+        s, tile = (
+            self.shape,
+            self._tile("gated", count, self.shape.intermediate_size, self.shape.hidden_size),
+        )
         self.launch(
-            self.kernels.gated, -(-s.inner // tile["BLOCK_N"]),
-            self.scaled, self.squares[1], s.eps, layer.linears["gate"].weight,
+            self.kernels.gated, -(-s.intermediate_size // tile["BLOCK_N"]),
+            self.scaled, self.squares[1], s.norm_eps, layer.linears["gate"].weight,
             layer.linears["up"].weight, self.inner, count,
-            IN=s.hidden, OUT=s.inner, PARTS=self.parts, SHIFT=self.shift, SILU=s.activation == 0,
-            **tile,
+            IN=s.hidden_size, OUT=s.intermediate_size, PARTS=self.parts, SHIFT=self.shift,
+            SILU=s.activation == 0, **tile,
         )  # fmt: skip
 
     def _attend(
         self, index: int, layer: LayerSpec, block: Block, reach: KVSplits, scratch: list[Tensor]
     ) -> None:
         s, cache, nodes = self.shape, self.cache, block.nodes
-        asked = s.heads // s.key_heads * nodes
+        asked = s.num_heads // s.num_kv_heads * nodes
         queries = min(64, max(16, power_of_two(asked)))
-        norms = (s.norm, s.norm) if layer.q_norm is None else (layer.q_norm, layer.k_norm)
+        norms = (
+            (s.final_norm, s.final_norm) if layer.q_norm is None else (layer.q_norm, layer.k_norm)
+        )
         self.launch(
             self.kernels.attend,
-            (block.texts * s.key_heads, reach.splits, -(-asked // queries)),
-            self.qkv, cache.keys[index], cache.values[index], self.cos, self.sin, *norms, s.eps,
+            (block.texts * s.num_kv_heads, reach.splits, -(-asked // queries)),
+            self.qkv, cache.keys[index], cache.values[index], self.cos, self.sin, *norms,
+            s.norm_eps,
             block.real, block.lengths, block.depths, block.ancestors, reach.first,
             cache.num_entries - 1, self.mixed, *scratch, nodes, block.before, block.depths.shape[1],
-            cache.num_entries, layer.scaling, layer.window or 1 << 30,
-            HEADS=s.heads, KEY_HEADS=s.key_heads, WIDTH=s.width,
+            cache.num_entries, layer.scaling, layer.sliding_window or 1 << 30,
+            HEADS=s.num_heads, KEY_HEADS=s.num_kv_heads, WIDTH=s.head_dim,
             HEAD_NORM=layer.q_norm is not None, QUERIES=queries, BLOCK=BLOCK,
             BLOCKS=reach.blocks, SPLITS=reach.splits,
         )  # fmt: skip
         if reach.splits > 1:
             self.launch(
-                self.kernels.combine, block.rows * s.heads, self.mixed, *scratch,
-                WIDTH=s.width, SPLITS=reach.splits,
+                self.kernels.combine, block.rows * s.num_heads, self.mixed, *scratch,
+                WIDTH=s.head_dim, SPLITS=reach.splits,
             )  # fmt: skip
 
     def _tile(self, name: str, count: int, out: int, in_: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from draftahead.backends.base import DeviceTree
 from draftahead.backends.cuda.layers import power_of_two
+from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
 ALONE = 8  # texts up to which every number of them is recorded; beyond, multiples
@@ -30,7 +31,7 @@ class Padding(NamedTuple):
     def of(cache: KVCache, first: int, held: Sequence[int], nodes: int, *, fixed: bool) -> Padding:
         """For a pass over so many nodes of rows from `first` on, that hold so many tokens; `fixed`:
         their number is as it is."""
-        if cache.keys[0].device.type != "cuda":
+        if not device_of(cache.keys[0].device).is_gpu:
             return Padding()
         texts, more = len(held), 0 if fixed or nodes > MOST_NODES else power_of_two(nodes) - nodes
         if max(held) + nodes + more > cache.num_entries:

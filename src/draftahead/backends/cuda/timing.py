@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
+from draftahead.core.device import Event, device_of
 from draftahead.core.draft import DeviceTimer
 from draftahead.core.stats import CompileTime
 
@@ -21,18 +22,17 @@ class EventTimer:
     such as recording it, does not count."""
 
     # Events that were read, by device: to make one takes longer than to use it.
-    _read: ClassVar[defaultdict[str, list[Any]]] = defaultdict(list)
+    _read: ClassVar[defaultdict[str, list[Event]]] = defaultdict(list)
 
     def __init__(self, device: torch.device) -> None:
-        self._marks: list[Any] = []
+        self._marks: list[Event] = []
         self._laps: list[float] = []
-        self._device = device
+        self._device = device_of(device)
         self._spare = self._read[str(device)]
 
     def mark(self) -> None:
-        event: Any = torch.cuda.Event
-        self._marks.append(self._spare.pop() if self._spare else event(enable_timing=True))
-        self._marks[-1].record(torch.cuda.current_stream(self._device))
+        self._marks.append(self._spare.pop() if self._spare else self._device.event(timing=True))
+        self._device.mark(self._marks[-1])
 
     def laps(self) -> list[float]:
         """Seconds from each mark to the next; when all marks are set. Waits for the last."""

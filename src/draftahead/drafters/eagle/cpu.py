@@ -1,7 +1,7 @@
-"""A trained head's layers on the CPU, in one call of our kernels.
+"""An EAGLE head on the CPU: its forward passes and its draft trees, by our kernels.
 
-Such a head is a llama's decoder but for its entrance: what the first layer looks at is handed over,
-as is what its residual starts from.
+CpuEagleHead.forward      one forward over (hidden, token) inputs or nodes of a tree
+CpuEagleHead.build_trees  the inputs that are missing and whole trees, in one C++ call
 """
 
 from __future__ import annotations
@@ -15,265 +15,231 @@ import torch
 from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError, is_plain
-from draftahead.backends.cpu import build
-from draftahead.backends.cpu.decoder import MOST_ROWS, TOP, Nodes, Screening, bound
-from draftahead.backends.cpu.linear import Int8Linear, Weights, describe, fits, unpacked
+from draftahead.backends.cpu import abi
+from draftahead.backends.cpu.kernels import MAX_NODES, Nodes, Outputs, bind
+from draftahead.backends.cpu.linear import Int8Linear, is_supported, unpack, weights_of
+from draftahead.backends.cpu.threads import num_threads
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.drafters.eagle.head import EagleHead
-from draftahead.drafters.eagle.spec import _fusing
+from draftahead.drafters.eagle.screening import Screening
+from draftahead.drafters.eagle.spec import InputProjection
 from draftahead.kv.cache import KVCache
 
-NORMS = ("none", "each", "all")  # as in kernels/grow.h
-STRETCHES = 128  # of 32 tokens each: the best of at least so many are looked at
+# Blocks of 32 tokens of which at least one becomes a candidate, and so the fewest candidates: more
+# find the argmax more often and read more of the LM head's weights.
+MIN_BLOCKS = 128
+
+CosSin = tuple[Tensor, Tensor]  # rotary angles [..., head_dim]
 
 
-class PairsRead(ctypes.Structure):
-    """As Pairs in kernels/grow.h."""
+class MissingInputs(NamedTuple):
+    """(hidden, token) inputs that a head has not read yet, one sequence per slot."""
 
-    _fields_ = (
-        ("states", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("slots", "stride", "parts", "width")),
-        ("places", ctypes.c_void_p),
-        ("norm", ctypes.c_int64),
-        ("norms", ctypes.c_void_p),
-        ("fuse", Weights),
-        ("most", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("counts", "tokens")),
-    )
+    hidden: Tensor  # [slots, 1, entries, captured * H'] the target's captured hidden states
+    hidden_indices: tuple[int, ...]  # which of the captured states fc combines
+    tokens: Sequence[Sequence[int]]  # the last of each sequence is the root
 
 
-class Growth(ctypes.Structure):
-    """As in kernels/grow.h."""
+class TreeOptions(NamedTuple):
+    """Size of draft trees: see TreeArgs in csrc/abi.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "deepest", "a_level", "children")),
-        *((name, ctypes.c_float) for name in ("least", "enough")),
-        *((name, ctypes.c_void_p) for name in ("bases", "max_depths", "tokens", "embeddings")),
-        *((name, ctypes.c_void_p) for name in ("embed_norm", "hidden_norm")),
-        *((name, ctypes.c_int64) for name in ("norms_residual", "norms_output")),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "pairs")),
-        ("most", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("sizes", "said", "above", "likely")),
-        ("pairs_seconds", ctypes.c_double),
-    )
+    max_levels: int
+    nodes_per_level: int
+    num_children: int
+    min_confidence: float
+    min_level_confidence: float
+
+    @property
+    def max_nodes(self) -> int:
+        return 1 + self.num_children * (1 + self.nodes_per_level * self.max_levels)
 
 
-class InputProjection(NamedTuple):
-    """How a head takes in the target's states, a token, and what it made of the one before."""
-
-    fuse: nn.Module
-    norm: str  # of the states: "each", "all" or "none"
-    norms: Tensor  # [states, H'] its weights
-    embeddings: Tensor  # [target's vocabulary, H]
-    embed_norm: Tensor
-    hidden_norm: Tensor
-    norms_residual: bool
-    norms_output: bool
-    cos: Tensor  # [slots, width]
-    sin: Tensor
-    tokens: Tensor | None  # draft token -> the target's
-
-
-class Pairs(NamedTuple):
-    """What a head lacks of some texts."""
-
-    states: Tensor  # [rows, 1, slots, W * H'] of the target
-    places: tuple[int, ...]  # which of a token's states are fused
-    tokens: Sequence[
-        Sequence[int]
-    ]  # a row each, each token beside the states before it; the root at the end
-
-
-class Grown(NamedTuple):
-    levels: int
-    seconds: float  # of these levels, without the pairs
+class BuiltTrees(NamedTuple):
+    levels: int  # below the first, which is of the root's children
+    seconds: float  # that these levels took
     trees: list[list[tuple[int, int]]]  # (token, parent), parents first; parent 0 is the root
     confidence: list[list[float]]
 
 
-# An output h is about `span.T @ sight @ h`, both [directions, H]: see heads/shortlist.py.
-Directions = tuple[Tensor, Tensor]
-
-
 class CpuEagleHead:
-    """`shape` without an embedding and a rotation, bound to a cache."""
+    """A head bound to its KV cache."""
 
-    def __init__(
-        self, shape: LlamaSpec, cache: KVCache, directions: Directions | None = None
-    ) -> None:
-        """With `directions`, logits are rough but for the largest, and take less time."""
-        self._kernels, self._layers, self._model = bound(shape, cache)
-        self._held: list[Any] = [shape, cache]  # whose addresses these are
-        room = shape.heads * shape.width  # for directions, while a pass is under way
-        if type(shape.head) is Int8Linear and directions and len(directions[0]) <= room:
-            self._shorten(shape.head, directions)
+    def __init__(self, spec: LlamaSpec, cache: KVCache, screening: Screening | None = None) -> None:
+        """With `screening`, logits are approximate but for the largest, and take less time."""
+        self._kernels, self._layers, self._model = bind(spec, cache)
+        self._kept: list[Any] = [spec, cache]  # objects whose addresses `_model` holds
+        # Projected outputs are written to the kernels' buffer of queries.
+        fits = screening is not None and len(screening.projection) <= spec.num_heads * spec.head_dim
+        if screening is not None and fits and type(spec.lm_head) is Int8Linear:
+            self._screen(spec.lm_head, screening)
 
-    def _shorten(self, whole: Int8Linear, directions: Directions) -> None:
-        sight, span = _linear(directions[0], None), directions[1]
-        preview = Int8Linear(_linear(whole.dequantized() @ span.T, whole.bias))
+    def _screen(self, lm_head: Int8Linear, screening: Screening) -> None:
+        projection = _linear(screening.projection, None)
+        screening_weight = lm_head.dequantized() @ screening.basis.T
+        screening_head = Int8Linear(_linear(screening_weight, lm_head.bias))
+        # Single rows of the vocabulary are read: they must not be packed in panels.
         rows, scales = (
-            unpacked(part, whole.out_features).contiguous() for part in (whole.weight, whole.scales)
+            unpack(packed, lm_head.out_features).contiguous()
+            for packed in (lm_head.weight, lm_head.scales)
         )
-        exact = describe(whole)
-        exact.data, exact.scales = rows.data_ptr(), scales.data_ptr()
-        shortlist = Screening(describe(sight), describe(preview), exact, STRETCHES)
-        self._model.shortlist = ctypes.addressof(shortlist)
-        self._held += [sight, preview, rows, scales, shortlist]
+        vocab_rows = weights_of(lm_head)
+        vocab_rows.data, vocab_rows.scales = rows.data_ptr(), scales.data_ptr()
+        screened = abi.ScreenedHead(
+            projection=weights_of(projection),
+            screening_head=weights_of(screening_head),
+            vocab_rows=vocab_rows,
+            min_blocks=MIN_BLOCKS,
+        )
+        self._model.screened_head = ctypes.addressof(screened)
+        self._kept += [projection, screening_head, rows, scales, screened]
 
-    def takes(self, texts: int, nodes: int, block: int) -> bool:
-        return texts * nodes <= MOST_ROWS and block <= MOST_ROWS
+    def supports(self, num_slots: int, num_nodes: int, tree_size: int) -> bool:
+        return num_slots * num_nodes <= MAX_NODES and tree_size <= MAX_NODES
 
-    def run(
+    def forward(
         self,
-        x: Tensor,
-        seen: Tensor,
-        turns: tuple[Tensor, Tensor],
+        hidden: Tensor,
+        first_input: Tensor,
+        cos_sin: CosSin,
         *,
-        first: int,
-        lengths: Sequence[int],
+        first_slot: int,
+        kv_lens: Sequence[int],
         depths: Sequence[Sequence[int]],
         ancestors: Sequence[Sequence[int]],
-        which: Sequence[Sequence[int]] | None = None,
-        keys_only: bool = False,
+        tree_nodes: Sequence[Sequence[int]] | None = None,
+        kv_only: bool = False,
     ) -> Tensor:
-        """Nodes [B, N]: residuals x [B, N, H], inputs `seen`, turns [B, N, width] -> logits
-        [B, N, D]; x becomes what the last layer makes of it. `which` of a row's block they are, if
-        they are not all of it: by `depths` and `ancestors` (as bits) of the whole block."""
-        texts, count = x.shape[:2]
-        cos, sin = (turn.contiguous() for turn in turns)
+        """Residuals `hidden` [B, N, H] and inputs of the first layer's attention [B, N, 2 * H] ->
+        logits [B, N, D]; `hidden` becomes the last layer's output. `depths` and `ancestors` (bits)
+        tell of whole trees; `tree_nodes` says which of their nodes these are, None: all.
+        `kv_only`: only keys and values are computed."""
+        num_slots, num_nodes = hidden.shape[:2]
+        cos, sin = (angles.contiguous() for angles in cos_sin)
         nodes = Nodes(
-            first,
-            0,  # guesses, all of them
-            torch.tensor(lengths),
-            torch.tensor(depths, dtype=torch.int32),
-            torch.tensor(ancestors),
-            cos,
-            sin,
-            None if which is None else torch.tensor(which),
+            first_slot=first_slot,
+            num_context_tokens=0,  # NaN must not reach the cache: all of it is drafting
+            kv_lens=torch.tensor(kv_lens),
+            depths=torch.tensor(depths, dtype=torch.int32),
+            ancestors=torch.tensor(ancestors),
+            cos=cos,
+            sin=sin,
+            tree_nodes=None if tree_nodes is None else torch.tensor(tree_nodes),
         )
-        logits = torch.empty(texts, count, 0 if keys_only else self._model.head.out)
-        found = None if keys_only else (logits, torch.empty(texts, count, TOP, dtype=torch.int64))
-        self._kernels.run(self._model, x, nodes, found, seen=seen, keys_only=keys_only)
-        return logits
+        vocab_size = 0 if kv_only else self._model.lm_head.out_features
+        outputs = Outputs.empty(num_slots, num_nodes, vocab_size)
+        self._kernels.forward(
+            self._model,
+            hidden,
+            nodes,
+            None if kv_only else outputs,
+            first_input=first_input,
+            kv_only=kv_only,
+        )
+        return outputs.logits
 
-    def grow(
+    def build_trees(
         self,
-        entrance: InputProjection,
-        pairs: Pairs,
+        projection: InputProjection,
+        cos_sin: CosSin,
+        inputs: MissingInputs,
         *,
-        bases: Sequence[int],
+        root_entries: Sequence[int],
         max_depths: Sequence[int],
-        deepest: int,
-        a_level: int,
-        children: int,
-        least: float,
-        enough: float,
-    ) -> Grown:
-        """Reads the pairs that are lacking, and grows trees below the last of each text, which lie
-        in slots `bases`: as growth.Grower grows them, for greedy texts."""
-        texts, most = len(bases), 1 + children * (1 + a_level * deepest)
-        slots, deep = _whole(bases), _whole(max_depths)
-        sizes, said, above = (_whole([0] * count) for count in (texts, texts * most, texts * most))
-        likely = (ctypes.c_float * (texts * most))()
-        tokens = entrance.tokens
-        lacking, held = _described(entrance, pairs)
-        arguments = Growth(
-            rows=texts,
-            deepest=deepest,
-            a_level=a_level,
-            children=children,
-            least=least,
-            enough=enough,
-            bases=ctypes.addressof(slots),
-            max_depths=ctypes.addressof(deep),
-            tokens=None if tokens is None else tokens.data_ptr(),
-            embeddings=entrance.embeddings.data_ptr(),
-            embed_norm=entrance.embed_norm.data_ptr(),
-            hidden_norm=entrance.hidden_norm.data_ptr(),
-            norms_residual=entrance.norms_residual,
-            norms_output=entrance.norms_output,
-            cos=entrance.cos.data_ptr(),
-            sin=entrance.sin.data_ptr(),
-            pairs=ctypes.addressof(lacking),
-            most=most,
-            sizes=ctypes.addressof(sizes),
-            said=ctypes.addressof(said),
-            above=ctypes.addressof(above),
-            likely=ctypes.addressof(likely),
+        options: TreeOptions,
+    ) -> BuiltTrees:
+        """Reads the missing inputs and builds a tree below each root, whose input lies in KV entry
+        `root_entries` [B]: the trees that TreeBuilder builds for greedy sequences."""
+        num_slots, max_nodes = len(root_entries), options.max_nodes
+        roots, depths = _int64s(root_entries), _int64s(max_depths)
+        num_nodes, tokens, parents = (
+            _int64s([0] * count) for count in (num_slots, *[num_slots * max_nodes] * 2)
         )
-        start, model = time.perf_counter(), ctypes.byref(self._model)
-        levels = self._kernels.library.draftahead_grow(
-            model, ctypes.byref(arguments), build.threads()
+        confidence = (ctypes.c_float * (num_slots * max_nodes))()
+        head_inputs, kept = _head_inputs(projection, inputs)
+        draft_to_target = projection.draft_to_target
+        args = abi.TreeArgs(
+            **options._asdict(),
+            num_slots=num_slots,
+            root_entries=ctypes.addressof(roots),
+            max_depths=ctypes.addressof(depths),
+            draft_to_target=None if draft_to_target is None else draft_to_target.data_ptr(),
+            embeddings=projection.embed.weight.data_ptr(),
+            embed_norm=projection.embed_norm.data_ptr(),
+            hidden_norm=projection.hidden_norm.data_ptr(),
+            norm_before_residual=projection.norm_before_residual,
+            norm_output=projection.norm_output,
+            cos=cos_sin[0].data_ptr(),
+            sin=cos_sin[1].data_ptr(),
+            inputs=ctypes.addressof(head_inputs),
+            max_nodes=max_nodes,
+            num_nodes=ctypes.addressof(num_nodes),
+            tokens=ctypes.addressof(tokens),
+            parents=ctypes.addressof(parents),
+            confidence=ctypes.addressof(confidence),
         )
-        seconds = time.perf_counter() - start - arguments.pairs_seconds
-        del held  # until here
-        trees, confidence = [], []
-        for row in range(texts):
-            part = slice(row * most + 1, row * most + sizes[row])
-            trees.append(list(zip(said[part], above[part], strict=True)))
-            confidence.append(likely[part])
-        return Grown(int(levels), seconds, trees, confidence)
+        start = time.perf_counter()
+        levels = self._kernels.library.draftahead_build_trees(
+            ctypes.byref(self._model), ctypes.byref(args), num_threads()
+        )
+        seconds = time.perf_counter() - start - args.inputs_seconds
+        del kept  # read until here
+        parts = [slice(b * max_nodes + 1, b * max_nodes + num_nodes[b]) for b in range(num_slots)]
+        return BuiltTrees(
+            levels=int(levels),
+            seconds=seconds,
+            trees=[list(zip(tokens[part], parents[part], strict=True)) for part in parts],
+            confidence=[confidence[part] for part in parts],
+        )
 
 
-def _whole(numbers: Sequence[int]) -> Any:
+def _head_inputs(
+    projection: InputProjection, inputs: MissingInputs
+) -> tuple[abi.HeadInputs, list[Any]]:
+    """The struct, and the objects whose addresses it holds."""
+    most = max(map(len, inputs.tokens))
+    padded = [token for one in inputs.tokens for token in [*one, *[0] * (most - len(one))]]
+    num_inputs, tokens = _int64s([len(one) for one in inputs.tokens]), _int64s(padded)
+    indices = _int64s(inputs.hidden_indices)
+    head_inputs = abi.HeadInputs(
+        hidden=inputs.hidden.data_ptr(),
+        num_entries=inputs.hidden.shape[2],
+        entry_stride=inputs.hidden.shape[3],
+        num_hidden=len(indices),
+        target_hidden_size=projection.norm_weights.shape[1],
+        hidden_indices=ctypes.addressof(indices),
+        norm=abi.INPUT_NORMS.index(projection.norm),
+        norm_weights=projection.norm_weights.data_ptr(),
+        fc=weights_of(projection.fc),
+        max_inputs=most,
+        num_inputs=ctypes.addressof(num_inputs),
+        tokens=ctypes.addressof(tokens),
+    )
+    return head_inputs, [num_inputs, tokens, indices]
+
+
+def _int64s(numbers: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def _described(entrance: InputProjection, pairs: Pairs) -> tuple[PairsRead, list[Any]]:
-    """For the kernels, and what must stay as long as they read it."""
-    most = max(map(len, pairs.tokens))
-    padded = [token for row in pairs.tokens for token in [*row, *[0] * (most - len(row))]]
-    counts, read = _whole([len(row) for row in pairs.tokens]), _whole(padded)
-    places = _whole(pairs.places)
-    found = PairsRead(
-        states=pairs.states.data_ptr(),
-        slots=pairs.states.shape[2],
-        stride=pairs.states.shape[3],
-        parts=len(places),
-        width=entrance.norms.shape[1],
-        places=ctypes.addressof(places),
-        norm=NORMS.index(entrance.norm),
-        norms=entrance.norms.data_ptr(),
-        fuse=describe(entrance.fuse),
-        most=most,
-        counts=ctypes.addressof(counts),
-        tokens=ctypes.addressof(read),
-    )
-    return found, [counts, read, places]
-
-
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    found = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    found.weight = nn.Parameter(weight.float().contiguous(), requires_grad=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.float().contiguous(), requires_grad=False)
     if bias is not None:
-        found.bias = nn.Parameter(bias, requires_grad=False)
-    return found
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
-def cpu_kernels(head: EagleHead, shape: LlamaSpec, cache: KVCache) -> CpuEagleHead | None:
+def cpu_eagle_head(head: EagleHead, spec: LlamaSpec, cache: KVCache) -> CpuEagleHead | None:
+    """None if the kernels do not support the head."""
     try:
-        return CpuEagleHead(shape, cache, head.shortlist)
+        return CpuEagleHead(spec, cache, head.screening)
     except UnsupportedSpecError:
         return None
 
 
-def cpu_entrance(
-    head: EagleHead, embed: Any, turns: list[Tensor], whole: bool
-) -> InputProjection | None:
-    """How it takes in states and tokens, where the CPU kernels can do that by themselves."""
-    fused, first = _fusing(head), list[Any](head.layers)[0]
-    near = type(embed) is nn.Embedding and is_plain(embed.weight, torch.float32, "cpu")
-    if fused is None or not near or not fits(head.fc):
-        return None
-    return InputProjection(
-        head.fc,
-        *fused,
-        embed.weight,
-        first.input_layernorm.weight,
-        first.hidden_norm.weight,
-        head.config.norm_before_residual,
-        head.config.norm_output,
-        turns[0],
-        turns[1],
-        None if whole else head.tokens,
-    )
+def can_build_trees(projection: InputProjection | None) -> bool:
+    """Whether the kernels can read inputs through this projection by themselves."""
+    if projection is None or type(projection.embed) is not nn.Embedding:
+        return False
+    is_float32 = is_plain(projection.embed.weight, torch.float32, "cpu")
+    return is_float32 and is_supported(projection.fc)

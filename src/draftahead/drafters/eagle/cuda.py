@@ -21,24 +21,10 @@ from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
 from draftahead.core.draft import CONFIDENCE_SCALE, DeviceTimer
 from draftahead.drafters.eagle.head import EagleHead
-from draftahead.drafters.eagle.spec import _fusing
+from draftahead.drafters.eagle.spec import InputProjection, input_projection
 from draftahead.kv.cache import KVCache
 
 LEAST_PAIRS = 8  # of a text in a recording; more are powers of two
-
-
-class InputProjection(NamedTuple):
-    """How a head takes in the target's states, a token, and what it made of the one before."""
-
-    fuse: nn.Linear
-    norm: str  # of the states: "each", "all" or "none"
-    norms: Tensor  # [states, H'] its weights
-    embed: nn.Embedding
-    embed_norm: Tensor
-    hidden_norm: Tensor
-    norms_residual: bool
-    norms_output: bool
-    tokens: Tensor | None  # draft token -> the target's
 
 
 class Plan(NamedTuple):
@@ -122,13 +108,13 @@ class CudaEagleHead:
         self._growth, self._entrance, self._shape = cuda_kernels, entrance, shape
         self._cache, layers = cache, self.layers
         kind = layers.device.type
-        for weight in (entrance.fuse.weight, entrance.embed.weight, entrance.norms):
+        for weight in (entrance.fc.weight, entrance.embed.weight, entrance.norm_weights):
             require(is_plain(weight, layers.dtype, kind), "an entrance of another kind")
         require(type(entrance.embed) is nn.Embedding, "embeddings")
-        require(type(entrance.fuse) is nn.Linear and entrance.fuse.bias is None, "fusing")
-        self._seen = layers.empty(MOST_ROWS, 2 * shape.hidden)
-        self._joined = layers.empty(MOST_ROWS, entrance.fuse.weight.shape[1])
-        self._features = layers.empty(MOST_ROWS, shape.hidden)
+        require(type(entrance.fc) is nn.Linear and entrance.fc.bias is None, "fusing")
+        self._seen = layers.empty(MOST_ROWS, 2 * shape.hidden_size)
+        self._joined = layers.empty(MOST_ROWS, entrance.fc.weight.shape[1])
+        self._features = layers.empty(MOST_ROWS, shape.hidden_size)
         self.graphs = GraphPool(layers.device, "the head")
 
     def takes(self, texts: int, plan: Plan) -> bool:
@@ -194,9 +180,10 @@ class CudaEagleHead:
                 kernels.expand, (texts, plan.a_level),
                 growth.said, growth.likely, growth.aboves, growth.deep, growth.since,
                 growth.chosen, growth.depths, growth.ancestors, growth.counts, growth.roots,
-                growth.outputs, *weight, self._shape.norm, self._seen, layers.x, self._shape.eps,
+                growth.outputs, *weight, self._shape.final_norm, self._seen, layers.x,
+                self._shape.norm_eps,
                 level, plan.children * (1 + before), plan.a_level, plan.nodes, width,
-                POOL=growth.pool, NORMS_OUTPUT=entrance.norms_output, **self._sizes(),
+                POOL=growth.pool, NORMS_OUTPUT=entrance.norm_output, **self._sizes(),
             )  # fmt: skip
             block = Block(growth.real, below, growth.depths, growth.ancestors, plan.a_level, before)
             out = growth.outputs[(level - 1) * rows : level * rows]
@@ -213,16 +200,17 @@ class CudaEagleHead:
         layers, kernels, entrance = self.layers, self._growth, self._entrance
         texts, width = growth.tokens.shape
         rows = texts * width
-        parts, hidden = entrance.norms.shape
+        parts, hidden = entrance.norm_weights.shape
         layers.launch(
-            kernels.fuse, rows, states, growth.places, entrance.norms, self._joined, growth.slots,
-            width, states.shape[2], states.shape[3], self._shape.eps,
+            kernels.fuse, rows, states, growth.places, entrance.norm_weights, self._joined,
+            growth.slots,
+            width, states.shape[2], states.shape[3], self._shape.norm_eps,
             PARTS=parts, HIDDEN=hidden, BLOCK=power_of_two(hidden), NORM=entrance.norm,
         )  # fmt: skip
-        layers.linear("down", [entrance.fuse], self._joined, self._features, rows)
+        layers.linear("down", [entrance.fc], self._joined, self._features, rows)
         layers.launch(
             kernels.enter, rows, growth.tokens, self._features, *self._weights(), self._seen,
-            layers.x, self._shape.eps, **self._sizes(),
+            layers.x, self._shape.norm_eps, **self._sizes(),
         )  # fmt: skip
         block = Block(
             growth.real, growth.lengths, growth.chain_depths, growth.chain_ancestors, width
@@ -231,9 +219,9 @@ class CudaEagleHead:
 
     def _branch(self, growth: Growth, plan: Plan, level: int) -> None:
         """Children for the nodes of a level, or for the roots (level 0)."""
-        layers, kernels, tokens = self.layers, self._growth, self._entrance.tokens
+        layers, kernels, tokens = self.layers, self._growth, self._entrance.draft_to_target
         texts, width = growth.tokens.shape
-        count, size = plan.a_level if level else 1, self._shape.vocabulary
+        count, size = plan.a_level if level else 1, self._shape.vocab_size
         tiles, tile = layers.vocabulary(texts * (count if level else width), sums=not plan.sampled)
         pool = (
             growth.said if tokens is None else tokens, growth.said, growth.likely, growth.aboves,
@@ -263,11 +251,11 @@ class CudaEagleHead:
         return entrance.embed.weight, entrance.embed_norm, entrance.hidden_norm
 
     def _sizes(self) -> dict[str, Any]:
-        hidden = self._shape.hidden
+        hidden = self._shape.hidden_size
         return {
             "HIDDEN": hidden,
             "BLOCK": power_of_two(hidden),
-            "NORMS_RESIDUAL": self._entrance.norms_residual,
+            "NORMS_RESIDUAL": self._entrance.norm_before_residual,
         }
 
 
@@ -279,19 +267,9 @@ def _width(pairs: int) -> int:
 def gpu_kernels(
     head: EagleHead, shape: LlamaSpec, cache: KVCache, embed: Any, turns: list[Tensor], whole: bool
 ) -> CudaEagleHead | None:
-    fused, c, first = _fusing(head), head.config, list[Any](head.layers)[0]
-    if fused is None:
+    entrance = input_projection(head, embed, whole)
+    if entrance is None:
         return None
-    entrance = InputProjection(
-        head.fc,
-        *fused,
-        embed,
-        first.input_layernorm.weight,
-        first.hidden_norm.weight,
-        c.norm_before_residual,
-        c.norm_output,
-        None if whole else head.tokens,
-    )
     try:
         return CudaEagleHead(shape, cache, entrance, (turns[0], turns[1]))
     except UnsupportedSpecError:

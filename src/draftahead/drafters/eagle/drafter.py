@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftahead.backends.cpu import build
+from draftahead.backends.cpu.threads import one_thread
 from draftahead.backends.cuda.layers import MOST_ROWS
 from draftahead.control.rates import Usual
 from draftahead.core import tree as trees
@@ -87,7 +87,7 @@ class Eagle(Drafter):
             return None
         return self._ahead(batch, able) or self._grown_here(batch, able, max_depths)
 
-    @build.one_thread()
+    @one_thread()
     def _grown_here(self, batch: Batch, able: list[bool], max_depths: list[int]) -> Draft | None:
         if self.adaptive and self.runner.grows(batch, self.grower):
             return self.runner.grown(batch, able, self.grower, max_depths)

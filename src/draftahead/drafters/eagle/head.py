@@ -168,7 +168,7 @@ class EagleHead(nn.Module):
         self.tokens: Tensor
         self.register_buffer("tokens", torch.arange(config.draft_vocabulary))
         self.rotary = LlamaRotaryEmbedding(c)
-        self.shortlist: Screening | None = None  # for guesses from fewer bytes, on a CPU
+        self.screening: Screening | None = None  # for guesses from fewer bytes, on a CPU
 
     def feature(self, states: Tensor) -> Tensor:
         """The target's states [..., W, H'] -> what the layers go by, [..., H]."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftahead.backends.cpu.linear import rows_of
+from draftahead.backends.cpu.linear import output_subset
 from draftahead.drafters.eagle import screening
 from draftahead.drafters.eagle.head import EagleConfig, EagleHead
 from draftahead.drafters.head_files import (
@@ -62,10 +62,10 @@ def load(source: str | Path, model: Any) -> EagleHead:
     if shares_rows:
         weights["lm_head.weight"] = head.lm_head.weight
     _fill(head, weights, folder)
-    head.shortlist = screening.load(folder, int(config.layer.hidden_size))
+    head.screening = screening.load(folder, int(config.layer.hidden_size))
     head = head.to(device=model.device, dtype=model.dtype).eval()
     if shares_rows:
-        head.lm_head = rows_of(model.get_output_embeddings(), head.tokens)
+        head.lm_head = output_subset(model.get_output_embeddings(), head.tokens)
     return head
 
 
@@ -183,8 +183,8 @@ def save(
         weights["t2d"][tokens] = True
     screening.remove(folder)
     write_tensors(weights, folder / WEIGHTS[0])
-    if head.shortlist is not None:
-        screening.save(head.shortlist, folder)
+    if head.screening is not None:
+        screening.save(head.screening, folder)
     write_config(_written_config(head.config, target, guesses), folder)
 
 

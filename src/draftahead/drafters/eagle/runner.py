@@ -14,17 +14,22 @@ import torch
 from torch import Tensor
 
 from draftahead.backends.cpu import build
-from draftahead.backends.cpu.linear import round_linears
+from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.timing import TimerCache
 from draftahead.core import tree
-from draftahead.core.device import small_tensor
+from draftahead.core.device import device_of, small_tensor
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, SequenceState
-from draftahead.drafters.eagle.cpu import InputProjection, Pairs, cpu_entrance, cpu_kernels
+from draftahead.drafters.eagle.cpu import (
+    MissingInputs,
+    TreeOptions,
+    can_build_trees,
+    cpu_eagle_head,
+)
 from draftahead.drafters.eagle.cuda import CudaEagleHead, Plan, gpu_kernels
 from draftahead.drafters.eagle.head import EagleHead
-from draftahead.drafters.eagle.spec import shape_of
+from draftahead.drafters.eagle.spec import InputProjection, head_spec, input_projection
 from draftahead.drafters.tree_builder import CHILDREN, MIN_CONFIDENCE, TreeBuilder
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache, LayerKVShape, SlotOwners, slots_from
@@ -42,14 +47,14 @@ class EagleRunner:
         c = head.config.layer
         keys, width = int(c.num_key_value_heads), head.config.width
         shapes = [LayerKVShape(keys, width, keys, width)] * int(c.num_hidden_layers)
-        is_rounded = self.device.type == "cpu" and build.library() is not None
+        is_rounded = device_of(self.device).is_cpu and build.library() is not None
         if is_rounded:
-            round_linears(head.float())  # guesses may be rough: a quarter of the bytes to read
+            quantize_linears(head.float())  # guesses may be rough: a quarter of the bytes to read
         kind = head.norm.weight.dtype
         length = target.max_context + max(nodes, 2 * AT_ONCE)  # a pass may be padded
         self.cache = KVCache(shapes, rows, length, kind, self.device)
-        shape = shape_of(head)
-        self._kernels = cpu_kernels(head, shape, self.cache) if is_rounded else None
+        spec = head_spec(head)
+        self._kernels = cpu_eagle_head(head, spec, self.cache) if is_rounded else None
         self._tenants = SlotOwners(self.cache)
         own = getattr(head, "embed_tokens", None)
         self._embed = target.model.get_input_embeddings() if own is None else own
@@ -63,12 +68,13 @@ class EagleRunner:
         self._fill: GraphedPrefill | None = None
         self._states = target.cache.hidden  # that it was recorded with
         self._last = length - 1  # position that padding may point to
-        if self.device.type == "cuda":
-            self._gpu = gpu_kernels(head, shape, self.cache, embed, self._turns, whole)
+        if device_of(self.device).is_gpu:
+            self._gpu = gpu_kernels(head, spec, self.cache, embed, self._turns, whole)
             self._fill = GraphedPrefill("the head", self._fill_pass, self.cache)
         self._entrance: InputProjection | None = None
         if self._kernels is not None:
-            self._entrance = cpu_entrance(head, embed, self._turns, whole)
+            projection = input_projection(head, embed, whole)
+            self._entrance = projection if can_build_trees(projection) else None
         # Of the trees under way: their nodes, what became of them, and where their roots lie.
         self._tokens: list[list[int]] = []
         self._above: list[list[int]] = []
@@ -249,16 +255,19 @@ class EagleRunner:
         most = min(AT_ONCE, CPU_CHUNK // len(batch.sequences))
         held, pending = self.cache.tokens_in, self._lacking(batch.sequences, able, most)
         self.target.cache.flush()
-        found = self._kernels.grow(
+        found = self._kernels.build_trees(
             self._entrance,
-            Pairs(states, self.target.captured_index(self.head.config.depths), pending),
-            bases=[len(held[row]) + len(tokens) - 1 for row, tokens in enumerate(pending)],
+            (self._turns[0], self._turns[1]),
+            MissingInputs(states, self.target.captured_index(self.head.config.depths), pending),
+            root_entries=[len(held[row]) + len(tokens) - 1 for row, tokens in enumerate(pending)],
             max_depths=max_depths,
-            deepest=grower.max_depth,
-            a_level=grower.expanded_per_level,
-            children=CHILDREN,
-            least=MIN_CONFIDENCE,
-            enough=grower.needed_confidence(batch),
+            options=TreeOptions(
+                max_levels=grower.max_depth,
+                nodes_per_level=grower.expanded_per_level,
+                num_children=CHILDREN,
+                min_confidence=MIN_CONFIDENCE,
+                min_level_confidence=grower.needed_confidence(batch),
+            ),
         )
         for row, tokens in enumerate(pending):
             held[row].extend(tokens)
@@ -294,21 +303,21 @@ class EagleRunner:
         embedded = self._embed(tokens.to(self.device)).to(hidden.dtype)
         depths = [tree.depths(row) for row in above]
         texts, nodes = tokens.shape
-        if self._kernels is not None and self._kernels.takes(texts, nodes, len(above[0])):
+        if self._kernels is not None and self._kernels.supports(texts, nodes, len(above[0])):
             at = [[base + row[i] for i in which] for base, row in zip(bases, depths, strict=True)]
             seen, x = self.head.layers[0].entrance(embedded, hidden)  # type: ignore[operator]
             x = x.clone(memory_format=torch.contiguous_format)
-            turns = tuple(turn[torch.tensor(at)] for turn in self._turns)
-            logits = self._kernels.run(
+            cos, sin = (turn[torch.tensor(at)] for turn in self._turns)
+            logits = self._kernels.forward(
                 x,
                 seen.contiguous(),
-                turns,
-                first=first,
-                lengths=bases,
+                (cos, sin),
+                first_slot=first,
+                kv_lens=bases,
                 depths=depths,
                 ancestors=[tree.ancestor_bits(row) for row in above],
-                which=None if len(which) == len(above[0]) else [list(which)] * len(above),
-                keys_only=keys_only,
+                tree_nodes=None if len(which) == len(above[0]) else [list(which)] * len(above),
+                kv_only=keys_only,
             )
             return (self.head.norm(x) if self.head.config.norm_output else x), logits
         base = small_tensor(bases, torch.int64, self.device)

@@ -1,9 +1,9 @@
-"""Which tokens are worth a look, from a fraction of the vocabulary's bytes.
+"""Low-rank screening of the LM head: rank-128 logits pick about 200 tokens, whose exact logits are
+then computed.
 
-A head's outputs fill few of the directions they could. Through those alone (a quarter of all) a row
-of the vocabulary tells roughly how likely its token is, and only the likeliest are computed as they
-are (after SVD-softmax, Shim et al., NeurIPS 2017; there by the directions of the rows, here also by
-those of the outputs). It lies in a file beside the head: to others it is a head like any.
+After SVD-softmax (Shim et al., NeurIPS 2017), with a basis for the head's own outputs h in place of
+one for all vectors: the outputs fill few of the directions they could. The basis lies in a file of
+its own beside the head, so that others can load the head without it.
 """
 
 from __future__ import annotations
@@ -18,60 +18,72 @@ from torch import Tensor
 from draftahead.drafters.head_files import tensors_in, write_tensors
 from draftahead.errors import ConfigError, DraftaheadError
 
-FILE = "shortlist.safetensors"
-STEP = 64  # directions are a multiple of it
-SHARE = 4  # of all directions, one in so many
-SMOOTHING = 1e-3  # of the outputs' usual size, for directions that were never seen
+FILE = "screening.safetensors"
+# The rank is a multiple of it: int8 weights are quantized in groups of a multiple of 64.
+RANK_STEP = 64
+# hidden_size / rank: a smaller rank reads fewer bytes and misses the argmax more often.
+RANK_SHARE = 4
+# Share of the outputs' mean variance that is added in all directions, for outputs unlike those of
+# the fit: less trusts the sample more.
+SMOOTHING = 1e-3
 
 
 class Screening(NamedTuple):
-    """An output h is about `span.T @ sight @ h`."""
+    """An output h [H] is about `basis.T @ projection @ h`."""
 
-    sight: Tensor  # [directions, H]
-    span: Tensor  # [directions, H]
+    projection: Tensor  # [rank, H]
+    basis: Tensor  # [rank, H]
 
 
-def fitted(moments: Tensor, rows: Tensor) -> Screening | None:
-    """`moments` [H, H]: the mean of h h' over outputs h, as the vocabulary's `rows` [V, H] take
-    them. The best there is for logits of such outputs. None where there are few directions."""
-    hidden, usual = len(moments), float(moments.diagonal().mean())
-    directions = STEP * round(hidden / SHARE / STEP)
-    if not directions or not moments.isfinite().all() or usual <= 0:
+def fit(moments: Tensor, vocab_rows: Tensor) -> Screening | None:
+    """The screening with the least squared error of the logits `vocab_rows` [V, H] @ h, for outputs
+    h with second moments `moments` [H, H] (the mean of h h'). None if H is too small for a rank of
+    RANK_STEP, or the moments are not finite."""
+    hidden_size, variance = len(moments), float(moments.diagonal().mean())
+    rank = RANK_STEP * round(hidden_size / RANK_SHARE / RANK_STEP)
+    if not rank or not moments.isfinite().all() or variance <= 0:
         return None
-    size, turn = torch.linalg.eigh(moments.double())
-    size = size.clamp(min=0) + SMOOTHING * usual
-    root, inverse = (turn * size**power @ turn.T for power in (0.5, -0.5))
-    apart = (rows - rows.mean(0)).double() @ root  # what all logits share tells nothing
-    best = torch.linalg.eigh(apart.T @ apart)[1][:, -directions:].flip(1)
+    eigenvalues, eigenvectors = torch.linalg.eigh(moments.double())
+    eigenvalues = eigenvalues.clamp(min=0) + SMOOTHING * variance
+    root, inverse = (eigenvectors * eigenvalues**p @ eigenvectors.T for p in (0.5, -0.5))
+    # A difference that all logits share changes no ranking.
+    whitened = (vocab_rows - vocab_rows.mean(0)).double() @ root
+    best = torch.linalg.eigh(whitened.T @ whitened)[1][:, -rank:].flip(1)
     found = Screening((inverse @ best).T.float().cpu(), (root @ best).T.float().cpu())
     return found if all(part.isfinite().all() for part in found) else None
 
 
-def save(shortlist: Screening, folder: Path) -> None:
-    write_tensors(shortlist._asdict(), folder / FILE)
+def save(screening: Screening, folder: Path) -> None:
+    write_tensors(screening._asdict(), folder / FILE)
 
 
-def load(folder: Path, hidden: int) -> Screening | None:
-    """What lies beside a head of this width, if something does. A head does without one that is
-    not in order."""
+def load(folder: Path, hidden_size: int) -> Screening | None:
+    """The screening beside a head, if there is one. A broken or foreign file is left out with a
+    warning: the head works without it."""
     file = folder / FILE
     if not file.is_file():
         return None
     try:
         found = Screening(**tensors_in(file, list))
-        shape = found.sight.shape
-        fits = len(shape) == 2 and shape == found.span.shape and shape[1] == hidden
-        if not fits or not shape[0] or shape[0] % STEP:
-            raise ConfigError(f"it is not of a head of width {hidden}")
-        if not all(part.isfinite().all() for part in found):
-            raise ConfigError("it holds numbers that are none")
+        _check(found, hidden_size)
     except (TypeError, DraftaheadError) as problem:
-        said = f"{file} is left out, and the head slower on a CPU ({problem}): remove it"
-        warnings.warn(said, stacklevel=2)
+        warnings.warn(
+            f"{file} is left out, and the head slower on a CPU ({problem}): remove it",
+            stacklevel=2,
+        )
         return None
-    return Screening(found.sight.float(), found.span.float())
+    return Screening(found.projection.float(), found.basis.float())
+
+
+def _check(found: Screening, hidden_size: int) -> None:
+    shape = found.projection.shape
+    fits = len(shape) == 2 and shape == found.basis.shape and shape[1] == hidden_size
+    if not fits or not shape[0] or shape[0] % RANK_STEP:
+        raise ConfigError(f"it does not belong to a head of hidden size {hidden_size}")
+    if not all(part.isfinite().all() for part in found):
+        raise ConfigError("it holds values that are not finite")
 
 
 def remove(folder: Path) -> None:
-    """What lies there is of a head that will be no more."""
+    """Removes the screening of an earlier head from a folder."""
     (folder / FILE).unlink(missing_ok=True)

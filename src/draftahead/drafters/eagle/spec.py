@@ -1,60 +1,91 @@
-"""An EAGLE head as our kernels take it."""
+"""An EAGLE head as our kernels take it: its layers, and the input projection of its first layer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftahead.backends.llama_spec import LINEARS, LayerSpec, LlamaSpec
+from draftahead.backends.llama_spec import LINEARS, SILU, LayerSpec, LlamaSpec
 from draftahead.drafters.eagle.head import EagleHead
 
 
-def _fusing(head: EagleHead) -> tuple[str, Tensor] | None:
-    """How states are normed before they are fused, and the weights of that [states, H']."""
+class InputProjection(NamedTuple):
+    """How a head combines the target's hidden states and a token embedding into its input."""
+
+    fc: Any  # linear layer over the target's hidden states of a token, side by side
+    norm: str  # of the hidden states before fc: "each", "all" (as one vector) or "none"
+    norm_weights: Tensor  # [hidden states, target's hidden size]; ones for "none"
+    embed: Any  # nn.Embedding of the target's vocabulary
+    embed_norm: Tensor  # [hidden size]
+    hidden_norm: Tensor  # [hidden size]
+    norm_before_residual: bool  # the residual starts from the normed feature
+    norm_output: bool  # the head's output is normed before it is its next input
+    draft_to_target: Tensor | None  # [draft vocabulary] token ids; None: the same vocabulary
+
+
+def input_projection(head: EagleHead, embed: Any, full_vocabulary: bool) -> InputProjection | None:
+    """None for heads that norm the hidden states twice, which no kernel of ours does."""
+    norm = _norm_before_fc(head)
+    if norm is None:
+        return None
+    first = list[Any](head.layers)[0]
+    return InputProjection(
+        fc=head.fc,
+        norm=norm[0],
+        norm_weights=norm[1],
+        embed=embed,
+        embed_norm=first.input_layernorm.weight,
+        hidden_norm=first.hidden_norm.weight,
+        norm_before_residual=head.config.norm_before_residual,
+        norm_output=head.config.norm_output,
+        draft_to_target=None if full_vocabulary else head.tokens,
+    )
+
+
+def _norm_before_fc(head: EagleHead) -> tuple[str, Tensor] | None:
     c = head.config
-    none = head.norm.weight.new_ones(len(c.depths), c.target_hidden)
+    ones = head.norm.weight.new_ones(len(c.depths), c.target_hidden)
     if c.norm_each and c.norm_before_fuse:
         return None
     if c.norm_each:
-        norms = [one.weight for one in list[Any](head.fc_norm)]
-        return "each", torch.stack(norms).detach()
+        weights = [norm.weight for norm in list[Any](head.fc_norm)]
+        return "each", torch.stack(weights).detach()
     if c.norm_before_fuse:
-        return "all", head.input_norm.weight.detach().view_as(none)
-    return "none", none
+        return "all", head.input_norm.weight.detach().view_as(ones)
+    return "none", ones
 
 
-def shape_of(head: EagleHead) -> LlamaSpec:
-    """The head's layers as our kernels take them."""
+def head_spec(head: EagleHead) -> LlamaSpec:
+    """The head's layers, without an embedding and rotary angles: each forward is given those."""
     c = head.config
-    layers, stack = [], list[Any](head.layers)
-    for layer in stack:
-        parts = [getattr(layer.self_attn, f"{name}_proj") for name in LINEARS[:4]]
-        parts += [getattr(layer.mlp, f"{name}_proj") for name in LINEARS[4:]]
-        layers.append(
-            LayerSpec(
-                linears=dict(zip(LINEARS, parts, strict=True)),
-                input_norm=layer.input_layernorm.weight,
-                after_norm=layer.post_attention_layernorm.weight,
-                q_norm=None,
-                k_norm=None,
-                window=0,
-                scaling=c.width**-0.5,
-            )
-        )
     return LlamaSpec(
         model=head,
         embed=None,
         rotary=None,
-        layers=layers,
-        norm=head.norm.weight,
-        head=head.lm_head,
-        eps=float(c.layer.rms_norm_eps),
-        heads=int(c.layer.num_attention_heads),
-        key_heads=int(c.layer.num_key_value_heads),
-        width=c.width,
-        hidden=int(c.layer.hidden_size),
-        inner=int(c.layer.intermediate_size),
-        activation=0,
+        layers=[_layer_spec(layer, c.width) for layer in list[Any](head.layers)],
+        final_norm=head.norm.weight,
+        lm_head=head.lm_head,
+        norm_eps=float(c.layer.rms_norm_eps),
+        num_heads=int(c.layer.num_attention_heads),
+        num_kv_heads=int(c.layer.num_key_value_heads),
+        head_dim=c.width,
+        hidden_size=int(c.layer.hidden_size),
+        intermediate_size=int(c.layer.intermediate_size),
+        activation=SILU,
+    )
+
+
+def _layer_spec(layer: Any, head_dim: int) -> LayerSpec:
+    linears = [getattr(layer.self_attn, f"{name}_proj") for name in LINEARS[:4]]
+    linears += [getattr(layer.mlp, f"{name}_proj") for name in LINEARS[4:]]
+    return LayerSpec(
+        linears=dict(zip(LINEARS, linears, strict=True)),
+        input_norm=layer.input_layernorm.weight,
+        post_attention_norm=layer.post_attention_layernorm.weight,
+        q_norm=None,
+        k_norm=None,
+        sliding_window=0,
+        scaling=head_dim**-0.5,
     )

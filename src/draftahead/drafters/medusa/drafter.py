@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.cpu import build
-from draftahead.backends.cpu.linear import SmallRowLinears
+from draftahead.backends.cpu.linear import SmallBatchLinears
+from draftahead.backends.cpu.threads import one_thread
 from draftahead.core.device import small_tensor
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
@@ -66,11 +66,11 @@ class Medusa(Drafter):
         self.candidates = 1 + max((max(branch) for branch in self.tree), default=CANDIDATES - 1)
         self.head = heads.output_for(target.model)
         parts = [heads] if self.head is None else [heads, self.head]
-        self._linears = SmallRowLinears(nn.ModuleList(parts))
+        self._linears = SmallBatchLinears(nn.ModuleList(parts))
         self._rows = torch.arange(context.max_batch, device=context.device)
         target.capture_hidden(self.depths)
 
-    @build.one_thread()
+    @one_thread()
     def propose(self, batch: Batch) -> Draft | None:
         max_depths = [
             room if sequence.num_generated else 0

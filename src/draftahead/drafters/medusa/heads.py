@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftahead.backends.cpu.linear import rows_of
+from draftahead.backends.cpu.linear import output_subset
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 
@@ -107,7 +107,7 @@ class MedusaHeads(nn.Module):
         head = model.get_output_embeddings()
         if head is None:
             raise ConfigError(f"{type(model).__name__} has no head that Medusa heads could share")
-        return head if self.tokens is None else rows_of(head, self.tokens)
+        return head if self.tokens is None else output_subset(head, self.tokens)
 
 
 def new_heads(

@@ -1,197 +1,239 @@
-// Attention of a pass's queries over the cache.
+// Attention of new nodes over the KV cache.
+//
+// A node attends to the entries of its slot in order of position: the context first, then its
+// ancestors in the tree, itself last. So a node of a tree sums in the same order as the same token
+// in a chain, and each query in the same order whichever queries are computed beside it.
 
 #pragma once
 
 #include <cmath>
 
-#include "model.h"
+#include "workspace.h"
 
 namespace {
 
-// Some queries of one text that share a key head, over the keys they may see: the text so far, then
-// each node's ancestors, in order of position. So a node of a tree sums in the same order as the same
-// token of a chain, and a query in the same order whichever others go with it. Keys and values are
-// taken in tiles that stay in the first-level cache while all queries use them.
-struct Queries {
-  const Model& m;
-  const Layer& l;
-  const Pass& p;
-  int64_t row, head, first, count;  // queries count by node, then by head of the group
-  const float* q;                   // [rows][nodes][heads][width]
-  float* out;                       // the same
-  float* scores;                    // [count][room]
+// Index in its sequence's tree of the t-th node of a forward, t in [0, num_tokens).
+inline int64_t tree_node(const ForwardArgs& f, int64_t t) {
+  return f.tree_nodes ? f.tree_nodes[t] : t % f.num_nodes;
+}
 
-  int64_t room() const { return rounded(m.length + 64); }
-  int64_t node(int64_t u) const { return row * p.nodes + (first + u) / group(); }
-  int64_t group() const { return m.heads / m.key_heads; }
-  int64_t place(int64_t u) const {
-    return (node(u) * m.heads + head * group() + (first + u) % group()) * m.width;
+// Some queries of one sequence that share a KV head. Queries count by node, then by query head of
+// the KV head's group. Keys and values are read in tiles that stay in the first-level cache while
+// all queries use them.
+struct QueryGroup {
+  const Model& m;
+  const DecoderLayer& layer;
+  const ForwardArgs& f;
+  int64_t slot, kv_head, first, count;
+  const float* q;  // [num_slots][num_nodes][num_heads][head_dim]
+  float* out;      // the same shape
+  float* scores;   // [count][scores_size]
+
+  int64_t heads_per_group() const { return m.num_heads / m.num_kv_heads; }
+  int64_t node(int64_t u) const { return slot * f.num_nodes + (first + u) / heads_per_group(); }
+  int64_t offset(int64_t u) const {
+    const int64_t head = kv_head * heads_per_group() + (first + u) % heads_per_group();
+    return (node(u) * m.num_heads + head) * m.head_dim;
   }
 };
 
-// Where a node's ancestors lie, oldest first, itself at the end; returns how many its window holds.
-int64_t ancestors(const Queries& a, int64_t t, int64_t* slots) {
-  int64_t found = 0;
-  const int64_t base = a.row * a.p.block, own = base + in_block(a.p, t);
-  for (uint64_t bits = a.p.ancestors[own]; bits; bits &= bits - 1) {
-    int64_t other = __builtin_ctzll(bits);
-    int64_t apart = a.p.depths[own] - a.p.depths[base + other];
-    if (!a.l.window || apart < a.l.window) slots[found++] = a.p.lengths[a.row] + other;
+// KV entries of a node's ancestors, oldest first, the node itself last; returns how many of them
+// the sliding window holds.
+int64_t ancestor_entries(const QueryGroup& g, int64_t t, int64_t* entries) {
+  int64_t count = 0;
+  const int64_t tree = g.slot * g.f.tree_size, node = tree + tree_node(g.f, t);
+  for (uint64_t bits = g.f.ancestors[node]; bits; bits &= bits - 1) {
+    int64_t ancestor = __builtin_ctzll(bits);
+    int64_t distance = g.f.depths[node] - g.f.depths[tree + ancestor];
+    if (!g.layer.sliding_window || distance < g.layer.sliding_window)
+      entries[count++] = g.f.kv_lens[g.slot] + ancestor;
   }
-  return found;
+  return count;
 }
 
-// How many slots from the first on lie side by side: a chain's all do.
-int64_t in_a_row(const int64_t* slots, int64_t count) {
-  int64_t found = 1;
-  while (found < count && slots[found] == slots[0] + found) found++;
-  return found;
+// How many entries, from the first on, are adjacent in memory: all of them in a chain.
+int64_t adjacent(const int64_t* entries, int64_t count) {
+  int64_t n = 1;
+  while (n < count && entries[n] == entries[0] + n) n++;
+  return n;
 }
 
-void score(const float* query, const float* key, int64_t keys, int64_t d, float* scores) {
+// Scores of one query with `count` adjacent keys.
+void score_keys(const float* query, const float* key, int64_t count, int64_t head_dim,
+                float* scores) {
   int64_t j = 0;
-  for (; j + 8 <= keys; j += 8, key += 8 * d) {
-    f16 acc[8] = {};
-    for (int64_t i = 0; i < d; i += 16) {
-      f16 part = held(load(query + i));
+  for (; j + 8 <= count; j += 8, key += 8 * head_dim) {
+    f32x16 acc[8] = {};
+    for (int64_t i = 0; i < head_dim; i += 16) {
+      f32x16 part = in_register(load(query + i));
 #pragma GCC unroll 8
-      for (int u = 0; u < 8; u++) acc[u] = fused(part, load(key + u * d + i), acc[u]);
+      for (int u = 0; u < 8; u++) acc[u] = multiply_add(part, load(key + u * head_dim + i), acc[u]);
     }
-    sum8(acc, scores + j);
+    sum_lanes8(acc, scores + j);
   }
-  for (; j < keys; j++, key += d) {
-    f16 acc = {};
-    for (int64_t i = 0; i < d; i += 16) acc = fused(load(query + i), load(key + i), acc);
-    scores[j] = sum(acc);
+  for (; j < count; j++, key += head_dim) {
+    f32x16 acc = {};
+    for (int64_t i = 0; i < head_dim; i += 16)
+      acc = multiply_add(load(query + i), load(key + i), acc);
+    scores[j] = sum_lanes(acc);
   }
 }
 
-// Scores to weights that add up to 1 once they are multiplied by what is returned.
-float weigh(float* scores, int64_t count, float scaling) {
-  const int64_t padded = rounded(count);
+// Softmax in place, but for the division: returns the factor that makes the weights sum to 1.
+float softmax(float* scores, int64_t count, float scaling) {
+  const int64_t padded = round_up16(count);
   for (int64_t j = count; j < padded; j++) scores[j] = -INFINITY;
-  f16 best = all(-INFINITY), total = {};
+  f32x16 lane_max = broadcast(-INFINITY), total = {};
   for (int64_t j = 0; j < padded; j += 16) {
-    f16 s = load(scores + j) * scaling;
+    f32x16 s = load(scores + j) * scaling;
     store(scores + j, s);
-    best = s > best ? s : best;
+    lane_max = s > lane_max ? s : lane_max;
   }
-  float most = biggest(best);
-  for (int64_t j = 0; j < padded; j += 16) store(scores + j, exp16(load(scores + j) - most));
+  float largest = max_lane(lane_max);
+  for (int64_t j = 0; j < padded; j += 16) store(scores + j, fast_exp(load(scores + j) - largest));
   for (int64_t j = count; j < padded; j++) scores[j] = 0;
   for (int64_t j = 0; j < padded; j += 16) total += load(scores + j);
-  return 1.0f / sum(total);
+  return 1.0f / sum_lanes(total);
 }
 
-// Adds the weighted values of some keys to the results of G queries, C times 16 numbers of each.
-template <int G, int C>
-inline __attribute__((always_inline)) void mix(const float* const* weights, const float* value,
-                                               int64_t keys, int64_t d, float* const* out) {
-  f16 acc[G][C];
+// Adds weights * values over `count` adjacent values, for Q queries and 16 * C channels of each.
+template <int Q, int C>
+inline __attribute__((always_inline)) void add_channels(const float* const* weights,
+                                                        const float* value, int64_t count,
+                                                        int64_t head_dim, float* const* out) {
+  f32x16 acc[Q][C];
 #pragma GCC unroll 4
-  for (int g = 0; g < G; g++)
+  for (int q = 0; q < Q; q++)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) acc[g][c] = load(out[g] + 16 * c);
-  for (int64_t j = 0; j < keys; j++, value += d) {
-    f16 part[C];
+    for (int c = 0; c < C; c++) acc[q][c] = load(out[q] + 16 * c);
+  for (int64_t j = 0; j < count; j++, value += head_dim) {
+    f32x16 part[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) part[c] = held(load(value + 16 * c));
+    for (int c = 0; c < C; c++) part[c] = in_register(load(value + 16 * c));
 #pragma GCC unroll 4
-    for (int g = 0; g < G; g++) {
-      f16 weight = held(all(weights[g][j]));
+    for (int q = 0; q < Q; q++) {
+      f32x16 weight = in_register(broadcast(weights[q][j]));
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) acc[g][c] = fused(weight, part[c], acc[g][c]);
+      for (int c = 0; c < C; c++) acc[q][c] = multiply_add(weight, part[c], acc[q][c]);
     }
   }
 #pragma GCC unroll 4
-  for (int g = 0; g < G; g++)
+  for (int q = 0; q < Q; q++)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) store(out[g] + 16 * c, acc[g][c]);
+    for (int c = 0; c < C; c++) store(out[q] + 16 * c, acc[q][c]);
 }
 
-template <int G>
-void mix_all(const float* const* weights, const float* values, int64_t keys, int64_t d,
-             float* const* out) {
-  float* at[G];
+// The same for all channels.
+template <int Q>
+void add_values(const float* const* weights, const float* values, int64_t count, int64_t head_dim,
+                float* const* out) {
+  float* channels[Q];
   int64_t i = 0;
-  for (; i + 64 <= d; i += 64) {
-    for (int g = 0; g < G; g++) at[g] = out[g] + i;
-    mix<G, 4>(weights, values + i, keys, d, at);
+  for (; i + 64 <= head_dim; i += 64) {
+    for (int q = 0; q < Q; q++) channels[q] = out[q] + i;
+    add_channels<Q, 4>(weights, values + i, count, head_dim, channels);
   }
-  for (; i < d; i += 16) {
-    for (int g = 0; g < G; g++) at[g] = out[g] + i;
-    mix<G, 1>(weights, values + i, keys, d, at);
+  for (; i < head_dim; i += 16) {
+    for (int q = 0; q < Q; q++) channels[q] = out[q] + i;
+    add_channels<Q, 1>(weights, values + i, count, head_dim, channels);
   }
 }
 
-void attend(const Queries& a) {
-  const int64_t d = a.m.width, length = a.p.lengths[a.row], room = a.room();
-  const int64_t base = ((a.p.first + a.row) * a.m.key_heads + a.head) * a.m.length * d;
-  const float *keys = a.l.keys + base, *values = a.l.values + base;
-  // With a window a query goes alone: the others begin elsewhere.
-  const int64_t position = length + a.p.depths[a.row * a.p.block + in_block(a.p, a.node(0))];
-  const int64_t begin = a.l.window && position >= a.l.window ? position - a.l.window + 1 : 0;
-  const int64_t past = length > begin ? length - begin : 0, tile = 4096 / d;
-  int64_t slots[64];
-  float inverse[MOST_QUERIES];
-  for (int64_t j = 0; j < past; j += tile)
-    for (int64_t u = 0; u < a.count; u++)
-      score(a.q + a.place(u), keys + (begin + j) * d, past - j < tile ? past - j : tile, d,
-            a.scores + u * room + j);
-  for (int64_t u = 0; u < a.count; u++) {
-    float* mine = a.scores + u * room;
-    const int64_t extra = ancestors(a, a.node(u), slots);
-    for (int64_t j = 0, some; j < extra; j += some) {
-      some = in_a_row(slots + j, extra - j);
-      score(a.q + a.place(u), keys + slots[j] * d, some, d, mine + past + j);
-    }
-    inverse[u] = weigh(mine, past + extra, a.l.scaling);
-    std::memset(a.out + a.place(u), 0, d * sizeof(float));
-  }
-  for (int64_t j = 0; j < past; j += tile) {
-    const int64_t some = past - j < tile ? past - j : tile;
-    for (int64_t u = 0; u < a.count; u += 4) {
+constexpr int64_t TILE_FLOATS =
+    4096;  // keys or values of a tile: half of a 32 KiB first-level cache
+
+// Context entries that a group's queries attend to: [begin, begin + count).
+struct Context {
+  int64_t begin, count, tile;  // tile: entries read at a time
+};
+
+Context context_of(const QueryGroup& g) {
+  const ForwardArgs& f = g.f;
+  const int64_t kv_len = f.kv_lens[g.slot], window = g.layer.sliding_window;
+  // With a sliding window a group holds one query: other nodes' windows begin elsewhere.
+  const int64_t position = kv_len + f.depths[g.slot * f.tree_size + tree_node(f, g.node(0))];
+  const int64_t begin = window && position >= window ? position - window + 1 : 0;
+  return {begin, kv_len > begin ? kv_len - begin : 0, TILE_FLOATS / g.m.head_dim};
+}
+
+void score_context(const QueryGroup& g, const Context& c, const float* keys) {
+  const int64_t d = g.m.head_dim, stride = scores_size(g.m);
+  for (int64_t j = 0; j < c.count; j += c.tile)
+    for (int64_t u = 0; u < g.count; u++)
+      score_keys(g.q + g.offset(u), keys + (c.begin + j) * d,
+                 c.count - j < c.tile ? c.count - j : c.tile, d, g.scores + u * stride + j);
+}
+
+void add_context_values(const QueryGroup& g, const Context& c, const float* values) {
+  const int64_t d = g.m.head_dim, stride = scores_size(g.m);
+  for (int64_t j = 0; j < c.count; j += c.tile) {
+    const int64_t entries = c.count - j < c.tile ? c.count - j : c.tile;
+    for (int64_t u = 0; u < g.count; u += 4) {
       const float* weights[4];
       float* out[4];
-      const int64_t together = a.count - u < 4 ? a.count - u : 4;
-      for (int64_t g = 0; g < together; g++) {
-        weights[g] = a.scores + (u + g) * room + j;
-        out[g] = a.out + a.place(u + g);
+      const int64_t queries = g.count - u < 4 ? g.count - u : 4;
+      for (int64_t q = 0; q < queries; q++) {
+        weights[q] = g.scores + (u + q) * stride + j;
+        out[q] = g.out + g.offset(u + q);
       }
-      const float* from = values + (begin + j) * d;
-      if (together == 4) mix_all<4>(weights, from, some, d, out);
-      else if (together == 3) mix_all<3>(weights, from, some, d, out);
-      else if (together == 2) mix_all<2>(weights, from, some, d, out);
-      else mix_all<1>(weights, from, some, d, out);
+      const float* tile = values + (c.begin + j) * d;
+      if (queries == 4) add_values<4>(weights, tile, entries, d, out);
+      else if (queries == 3) add_values<3>(weights, tile, entries, d, out);
+      else if (queries == 2) add_values<2>(weights, tile, entries, d, out);
+      else add_values<1>(weights, tile, entries, d, out);
     }
-  }
-  for (int64_t u = 0; u < a.count; u++) {
-    float* out = a.out + a.place(u);
-    const int64_t extra = ancestors(a, a.node(u), slots);
-    for (int64_t j = 0, some; j < extra; j += some) {
-      some = in_a_row(slots + j, extra - j);
-      const float* weight = a.scores + u * room + past + j;
-      mix_all<1>(&weight, values + slots[j] * d, some, d, &out);
-    }
-    for (int64_t i = 0; i < d; i += 16) store(out + i, load(out + i) * inverse[u]);
   }
 }
 
-// This thread's share of all queries, in pieces that leave nobody idle.
-void attend_shared(const Model& m, const Layer& l, const Pass& p, Buffers& b, Private& mine) {
-  const int64_t all_queries = p.nodes * (m.heads / m.key_heads), lists = p.rows * m.key_heads;
-  int64_t pieces = (2 * omp_get_num_threads() + lists - 1) / lists;
-  if (pieces * MOST_QUERIES < all_queries) pieces = (all_queries + MOST_QUERIES - 1) / MOST_QUERIES;
-  if (pieces > all_queries || l.window) pieces = all_queries;
-  const int64_t each = (all_queries + pieces - 1) / pieces;
-  int64_t from, to;
-  share(lists * pieces, 1, from, to);
-  for (int64_t job = from; job < to; job++) {
-    int64_t first = job % pieces * each, list = job / pieces;
-    int64_t count = all_queries - first < each ? all_queries - first : each;
+void attend(const QueryGroup& g) {
+  const int64_t d = g.m.head_dim, stride = scores_size(g.m);
+  const int64_t head = (g.f.first_slot + g.slot) * g.m.num_kv_heads + g.kv_head;
+  const float* keys = g.layer.keys + head * g.m.num_entries * d;
+  const float* values = g.layer.values + head * g.m.num_entries * d;
+  const Context context = context_of(g);
+  int64_t entries[64];
+  float normalizers[MAX_QUERIES];
+  score_context(g, context, keys);
+  for (int64_t u = 0; u < g.count; u++) {
+    float* scores = g.scores + u * stride;
+    const int64_t nodes = ancestor_entries(g, g.node(u), entries);
+    for (int64_t j = 0, run; j < nodes; j += run) {
+      run = adjacent(entries + j, nodes - j);
+      score_keys(g.q + g.offset(u), keys + entries[j] * d, run, d, scores + context.count + j);
+    }
+    normalizers[u] = softmax(scores, context.count + nodes, g.layer.scaling);
+    std::memset(g.out + g.offset(u), 0, d * sizeof(float));
+  }
+  add_context_values(g, context, values);
+  for (int64_t u = 0; u < g.count; u++) {
+    float* out = g.out + g.offset(u);
+    const int64_t nodes = ancestor_entries(g, g.node(u), entries);
+    for (int64_t j = 0, run; j < nodes; j += run) {
+      run = adjacent(entries + j, nodes - j);
+      const float* weights = g.scores + u * stride + context.count + j;
+      add_values<1>(&weights, values + entries[j] * d, run, d, &out);
+    }
+    for (int64_t i = 0; i < d; i += 16) store(out + i, load(out + i) * normalizers[u]);
+  }
+}
+
+// This thread's part of all queries. The queries of each (slot, KV head) are cut into groups so
+// that there are at least two groups for each thread.
+void attention(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, SharedBuffers& b,
+               ThreadBuffers& own) {
+  const int64_t queries = f.num_nodes * (m.num_heads / m.num_kv_heads);
+  const int64_t lists = f.num_slots * m.num_kv_heads;
+  int64_t groups = (2 * omp_get_num_threads() + lists - 1) / lists;
+  if (groups * MAX_QUERIES < queries) groups = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
+  if (groups > queries || layer.sliding_window) groups = queries;
+  const int64_t each = (queries + groups - 1) / groups;
+  const Range mine = thread_range(lists * groups, 1);
+  for (int64_t job = mine.begin; job < mine.end; job++) {
+    int64_t first = job % groups * each, list = job / groups;
+    int64_t count = queries - first < each ? queries - first : each;
     if (count > 0)
-      attend({m, l, p, list / m.key_heads, list % m.key_heads, first, count, b.q, b.mixed,
-              mine.scores});
+      attend({m, layer, f, list / m.num_kv_heads, list % m.num_kv_heads, first, count, b.q,
+              b.attention, own.scores});
   }
 }
 

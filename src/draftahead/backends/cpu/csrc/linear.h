@@ -1,296 +1,329 @@
-// Linear layers for a few rows: a weight is loaded once and used for all of them.
+// Linear layers for a few tokens: each weight is loaded once and used for all of them.
+//
+// y[token][output] = bias[output] + sum over inputs of weight[output][input] * x[token][input]. The
+// sum runs in an order that does not depend on the number of tokens or on a token's place among
+// them.
+//
+//   linear_outputs
+//     float32: float32_outputs -> deep_group (long inputs) or output_block -> dot -> finish
+//     int8:    int8_outputs -> int8_panel
 
 #pragma once
 
+#include "abi.h"
 #include "vectors.h"
 
 namespace {
 
-// Weights of one linear layer: float32 [out][in] as the model has them; or int8 in groups with a
-// scale each, packed in panels of some outputs, so that sums need no adding up across lanes and
-// memory is read from front to end.
-struct Weights {
-  const void* data;      // float [out][in], or uint8 [panels][in / 4][PANEL][4] (the value plus 128)
-  const float* scales;   // null for float32; [panels][in / group][PANEL] for int8
-  const float* bias;     // [out] or null
-  int64_t out, in;
-  int64_t group;         // a multiple of 64
+// Inputs of a linear layer. For int8 weights they are quantized too, with a scale for each group of
+// each token.
+struct Activations {
+  const float* x;        // [num_tokens][in]
+  int64_t stride;        // floats from one token to the next; 0 for a single token
+  int8_t* quantized;     // [num_tokens][in]
+  float* scales;         // [num_tokens][in / group_size]
+  int32_t* corrections;  // [num_tokens][in / group_size] -128 * sum(quantized): weights carry +128
 };
 
-constexpr int PANEL = 48;  // outputs side by side, the last ones of a layer padded
-constexpr int CHUNK = 64;  // weights that one instruction multiplies and adds
+enum class Output { STORE, ADD };  // write the result, or add it to what is there
 
-// Rows of activations, as the weights want them. For int8 each group of a row has a scale of its
-// own, and `start` undoes the 128 that the unsigned weights carry.
-struct Rows {
-  const float* x;        // [rows][in]
-  int64_t step;          // from a row to the next; 0 where there is one row only
-  int8_t* q;             // [rows][in]
-  float* scales;         // [rows][in / group]
-  int32_t* start;        // [rows][in / group]
-};
-
-void quantize_row(const float* x, int64_t in, int64_t group, int8_t* q, float* scales,
-                  int32_t* start) {
-  for (int64_t g = 0; g < in / group; g++, x += group, q += group) {
-    f16 most = {}, zero = {};
-    for (int64_t i = 0; i < group; i += 16) {
-      f16 v = load(x + i), size = v < 0.0f ? -v : v;
-      most = size > most ? size : most;
-      zero += v * 0.0f;
+void quantize_token(const float* x, int64_t in, int64_t group_size, int8_t* quantized,
+                    float* scales, int32_t* corrections) {
+  for (int64_t g = 0; g < in / group_size; g++, x += group_size, quantized += group_size) {
+    f32x16 magnitude = {}, not_finite = {};
+    for (int64_t i = 0; i < group_size; i += 16) {
+      f32x16 v = load(x + i), size = v < 0.0f ? -v : v;
+      magnitude = size > magnitude ? size : magnitude;
+      not_finite += v * 0.0f;
     }
-    float top = biggest(most), inverse = top > 0 ? 127.0f / top : 0.0f;
-    // NaN and infinity have no whole number; through the scale they reach every result.
-    scales[g] = top / 127.0f + sum(zero);
-    i16 total = {};
-    for (int64_t i = 0; i < group; i += 16) {
-      f16 whole = load(x + i) * inverse + 12582912.0f;  // rounds to the nearest whole number
-      i16 value = __builtin_convertvector(whole - 12582912.0f, i16);
-      *reinterpret_cast<b16u*>(q + i) = __builtin_convertvector(value, b16u);
+    float largest = max_lane(magnitude), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    // NaN and infinity have no int8 value: through the scale they make every result NaN.
+    scales[g] = largest / 127.0f + sum_lanes(not_finite);
+    i32x16 total = {};
+    for (int64_t i = 0; i < group_size; i += 16) {
+      f32x16 rounded = load(x + i) * inverse + ROUND_TO_INTEGER;
+      i32x16 value = __builtin_convertvector(rounded - ROUND_TO_INTEGER, i32x16);
+      *reinterpret_cast<i8x16_unaligned*>(quantized + i) =
+          __builtin_convertvector(value, i8x16_unaligned);
       total += value;
     }
-    start[g] = 0;
-    for (int lane = 0; lane < 16; lane++) start[g] -= 128 * total[lane];
+    corrections[g] = 0;
+    for (int lane = 0; lane < 16; lane++) corrections[g] -= 128 * total[lane];
   }
 }
 
-// What is needed next is fetched into the second-level cache meanwhile (the first is too small for
-// it), so that compute and memory overlap. Some fetches come to nothing when many are under way, so
-// everything is asked for three times: three turns before its own, two, and one. On an AMD Zen 4
-// the linear layers of a pass of four rows took 15.8 ms when asked for once, and take 12.5.
-constexpr int ASKS = 3;
+// --------------------------------------------------------------------------------------- float32
 
-// Adds inputs [k0, k1) of outputs [n0, n0 + NB). `ahead`: where the weights of the turn after next
-// begin; those of the turns before and after it lie as far apart as blocks do.
-template <int R, int NB>
-inline __attribute__((always_inline)) void dot_f32(const Weights& w, const Rows& rows, int64_t n0,
-                                                   int64_t k0, int64_t k1, const float* ahead,
-                                                   f16 (&sums)[NB][R]) {
+// Times that a cache line is prefetched: three, two and one block of outputs ahead. Prefetches are
+// dropped when many are in flight. On an AMD Zen 4 the linear layers of a 4-token forward took
+// 15.8 ms with one prefetch per line and take 12.5 ms with three. Prefetches go to the second-level
+// cache: the first is too small for them.
+constexpr int PREFETCHES = 3;
+
+// Adds inputs [k0, k1) to the sums of T tokens for outputs [n0, n0 + N). `prefetch`: weights of the
+// block after next; those of the blocks before and after it lie N rows apart.
+template <int T, int N>
+inline __attribute__((always_inline)) void dot(const Weights& w, const Activations& a, int64_t n0,
+                                               int64_t k0, int64_t k1, const float* prefetch,
+                                               f32x16 (&sums)[N][T]) {
   const float* data = static_cast<const float*>(w.data);
-  const int64_t in = w.in;
-  f16 acc[NB][R];  // a copy, so that no address of it is known: it stays in registers
+  const int64_t in = w.in_features;
+  f32x16 acc[N][T];  // a copy whose address is not taken: it stays in registers
 #pragma GCC unroll 8
-  for (int i = 0; i < NB; i++)
+  for (int i = 0; i < N; i++)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) acc[i][r] = sums[i][r];
+    for (int t = 0; t < T; t++) acc[i][t] = sums[i][t];
   int64_t k = k0;
   for (; k + 16 <= k1; k += 16) {
-    f16 wv[NB];
+    f32x16 weight[N];
 #pragma GCC unroll 8
-    for (int i = 0; i < NB; i++) {
-      wv[i] = held(load(data + (n0 + i) * in + k));
-      __builtin_prefetch(ahead + i * in + (k - k0), 0, 2);
-      __builtin_prefetch(ahead - NB * in + i * in + (k - k0), 0, 2);
-      __builtin_prefetch(ahead + NB * in + i * in + (k - k0), 0, 2);
+    for (int i = 0; i < N; i++) {
+      weight[i] = in_register(load(data + (n0 + i) * in + k));
+      __builtin_prefetch(prefetch + i * in + (k - k0), 0, 2);
+      __builtin_prefetch(prefetch - N * in + i * in + (k - k0), 0, 2);
+      __builtin_prefetch(prefetch + N * in + i * in + (k - k0), 0, 2);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      f16 xv = held(load(rows.x + r * rows.step + k));
+    for (int t = 0; t < T; t++) {
+      f32x16 x = in_register(load(a.x + t * a.stride + k));
 #pragma GCC unroll 8
-      for (int i = 0; i < NB; i++) acc[i][r] = fused(wv[i], xv, acc[i][r]);
+      for (int i = 0; i < N; i++) acc[i][t] = multiply_add(weight[i], x, acc[i][t]);
     }
   }
   if (k < k1) {
 #pragma GCC unroll 8
-    for (int i = 0; i < NB; i++) {
-      f16 wv = load_some(data + (n0 + i) * in + k, k1 - k);
+    for (int i = 0; i < N; i++) {
+      f32x16 weight = load_partial(data + (n0 + i) * in + k, k1 - k);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++)
-        acc[i][r] = fused(wv, load_some(rows.x + r * rows.step + k, k1 - k), acc[i][r]);
+      for (int t = 0; t < T; t++)
+        acc[i][t] = multiply_add(weight, load_partial(a.x + t * a.stride + k, k1 - k), acc[i][t]);
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < NB; i++)
+  for (int i = 0; i < N; i++)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sums[i][r] = acc[i][r];
+    for (int t = 0; t < T; t++) sums[i][t] = acc[i][t];
 }
 
-enum class Then { Store, AddTo };  // what becomes of a result: written, or added to what is there
-
-// Sums up the lanes, adds the bias, and puts the results where they belong.
-template <int R, int NB>
-inline __attribute__((always_inline)) void finish(const Weights& w, const f16 (&acc)[NB][R],
-                                                  float* y, int64_t stride, int64_t n0, Then then) {
-  constexpr int COUNT = NB * R;
+// Adds up the lanes, adds the bias, and writes y[token][n0 + i].
+template <int T, int N>
+inline __attribute__((always_inline)) void finish(const Weights& w, const f32x16 (&acc)[N][T],
+                                                  float* y, int64_t stride, int64_t n0,
+                                                  Output output) {
+  constexpr int COUNT = N * T;
   float sums[COUNT];
-  const f16* flat = &acc[0][0];
+  const f32x16* flat = &acc[0][0];
 #pragma GCC unroll 8
-  for (int j = 0; j + 8 <= COUNT; j += 8) sum8(flat + j, sums + j);
+  for (int j = 0; j + 8 <= COUNT; j += 8) sum_lanes8(flat + j, sums + j);
 #pragma GCC unroll 8
-  for (int j = COUNT / 8 * 8; j < COUNT; j++) sums[j] = sum(flat[j]);
+  for (int j = COUNT / 8 * 8; j < COUNT; j++) sums[j] = sum_lanes(flat[j]);
 #pragma GCC unroll 8
-  for (int i = 0; i < NB; i++)
+  for (int i = 0; i < N; i++)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      float value = sums[i * R + r] + (w.bias ? w.bias[n0 + i] : 0.0f);
-      float* at = y + r * stride + n0 + i;
-      *at = then == Then::AddTo ? *at + value : value;
+    for (int t = 0; t < T; t++) {
+      float value = sums[i * T + t] + (w.bias ? w.bias[n0 + i] : 0.0f);
+      float* out = y + t * stride + n0 + i;
+      *out = output == Output::ADD ? *out + value : value;
     }
 }
 
-template <int R, int NB>
-inline __attribute__((always_inline)) void block(const Weights& w, const Rows& rows, float* y,
-                                                 int64_t stride, int64_t n0, Then then) {
-  f16 acc[NB][R];
+// N outputs of T tokens.
+template <int T, int N>
+inline __attribute__((always_inline)) void output_block(const Weights& w, const Activations& a,
+                                                        float* y, int64_t stride, int64_t n0,
+                                                        Output output) {
+  f32x16 acc[N][T];
 #pragma GCC unroll 8
-  for (int i = 0; i < NB; i++)
+  for (int i = 0; i < N; i++)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) acc[i][r] = f16{};
-  const float* ahead = static_cast<const float*>(w.data) + (n0 + 2 * NB) * w.in;
-  dot_f32<R, NB>(w, rows, n0, 0, w.in, ahead, acc);
-  finish<R, NB>(w, acc, y, stride, n0, then);
+    for (int t = 0; t < T; t++) acc[i][t] = f32x16{};
+  const float* prefetch = static_cast<const float*>(w.data) + (n0 + 2 * N) * w.in_features;
+  dot<T, N>(w, a, n0, 0, w.in_features, prefetch, acc);
+  finish<T, N>(w, acc, y, stride, n0, output);
 }
 
-constexpr int64_t FIRST_LEVEL = 26 * 1024;  // bytes of rows that stay in the first-level cache
-constexpr int64_t DEEP = 512;               // inputs at a time where whole rows would not
-constexpr int GROUP = 8;                    // blocks that take turns, so that the rows are used
+// Bytes of activations that stay in a 32 KiB first-level cache beside the weights. If T tokens need
+// more, their inputs are taken DEEP_INPUTS at a time: larger parts fall out of the cache, smaller
+// ones load and store the sums more often (256 inputs were a third slower).
+constexpr int64_t FIRST_LEVEL_BYTES = 26 * 1024;
+constexpr int64_t DEEP_INPUTS = 512;
+// Blocks of outputs that use a part of the inputs before the next part is read.
+constexpr int DEEP_BLOCKS = 8;
 
-// The same sums in the same order, with rows too long for the cache taken in parts. The sums so
-// far wait in memory, lane by lane.
-template <int R, int NB>
-void deep_group(const Weights& w, const Rows& rows, float* y, int64_t stride, int64_t n0,
-                Then then) {
-  f16 kept[GROUP][NB][R];
+// DEEP_BLOCKS blocks of outputs, the inputs in parts: the same sums in the same order as by
+// output_block. Partial sums wait in memory, lane by lane.
+template <int T, int N>
+void deep_group(const Weights& w, const Activations& a, float* y, int64_t stride, int64_t n0,
+                Output output) {
+  f32x16 partial[DEEP_BLOCKS][N][T];
   const float* data = static_cast<const float*>(w.data);
-  for (int64_t k0 = 0; k0 < w.in; k0 += DEEP) {
-    const bool last = k0 + DEEP >= w.in;
-    for (int g = 0; g < GROUP; g++) {
-      f16 acc[NB][R];
+  for (int64_t k0 = 0; k0 < w.in_features; k0 += DEEP_INPUTS) {
+    const bool last = k0 + DEEP_INPUTS >= w.in_features;
+    for (int b = 0; b < DEEP_BLOCKS; b++) {
+      f32x16 acc[N][T];
 #pragma GCC unroll 8
-      for (int i = 0; i < NB; i++)
+      for (int i = 0; i < N; i++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[i][r] = k0 ? kept[g][i][r] : f16{};
-      const int64_t n = n0 + g * NB;
-      // The next turns are in this part, or soon in the next one, or in the next blocks' first.
-      const bool wraps = g + ASKS >= GROUP;
-      const int64_t turn = !wraps ? g + 2 : last ? g + ASKS + 1 : g + ASKS + 1 - GROUP;
-      const int64_t part = !wraps ? k0 : last ? 0 : k0 + DEEP;
-      const float* ahead = data + (n0 + turn * NB) * w.in + part;
-      dot_f32<R, NB>(w, rows, n, k0, last ? w.in : k0 + DEEP, ahead, acc);
+        for (int t = 0; t < T; t++) acc[i][t] = k0 ? partial[b][i][t] : f32x16{};
+      const int64_t n = n0 + b * N;
+      // The blocks to prefetch are in this part, in the next part, or in the next group's first.
+      const bool wraps = b + PREFETCHES >= DEEP_BLOCKS;
+      const int64_t block = !wraps ? b + 2
+                            : last ? b + PREFETCHES + 1
+                                   : b + PREFETCHES + 1 - DEEP_BLOCKS;
+      const int64_t part = !wraps ? k0 : last ? 0 : k0 + DEEP_INPUTS;
+      const float* prefetch = data + (n0 + block * N) * w.in_features + part;
+      dot<T, N>(w, a, n, k0, last ? w.in_features : k0 + DEEP_INPUTS, prefetch, acc);
       if (last) {
-        finish<R, NB>(w, acc, y, stride, n, then);
+        finish<T, N>(w, acc, y, stride, n, output);
       } else {
 #pragma GCC unroll 8
-        for (int i = 0; i < NB; i++)
+        for (int i = 0; i < N; i++)
 #pragma GCC unroll 8
-          for (int r = 0; r < R; r++) kept[g][i][r] = acc[i][r];
+          for (int t = 0; t < T; t++) partial[b][i][t] = acc[i][t];
       }
     }
   }
 }
 
-template <int R, int NB>
-void span(const Weights& w, const Rows& rows, float* y, int64_t stride, int64_t from, int64_t to,
-          Then then) {
-  int64_t n = from;
-  if (R * w.in * int64_t(sizeof(float)) > FIRST_LEVEL)
-    for (; n + GROUP * NB <= to; n += GROUP * NB) deep_group<R, NB>(w, rows, y, stride, n, then);
-  for (; n + NB <= to; n += NB) block<R, NB>(w, rows, y, stride, n, then);
-  for (; n < to; n++) block<R, 1>(w, rows, y, stride, n, then);
+// Outputs [begin, end) of T tokens, N at a time.
+template <int T, int N>
+void float32_outputs(const Weights& w, const Activations& a, float* y, int64_t stride,
+                     int64_t begin, int64_t end, Output output) {
+  int64_t n = begin;
+  if (T * w.in_features * int64_t(sizeof(float)) > FIRST_LEVEL_BYTES)
+    for (; n + DEEP_BLOCKS * N <= end; n += DEEP_BLOCKS * N)
+      deep_group<T, N>(w, a, y, stride, n, output);
+  for (; n + N <= end; n += N) output_block<T, N>(w, a, y, stride, n, output);
+  for (; n < end; n++) output_block<T, 1>(w, a, y, stride, n, output);
 }
 
-// Adds four products of bytes to each of 16 whole numbers. `four`: of a row, for all lanes.
-inline __attribute__((always_inline)) i16 dot4(i16 total, const uint8_t* w, i16 four) {
+// ------------------------------------------------------------------------------------------ int8
+
+// Adds to each of 16 totals the products of 4 weights (uint8) and 4 activations (int8, the same
+// four bytes in all lanes).
+inline __attribute__((always_inline)) i32x16 dot4(i32x16 total, const uint8_t* weights,
+                                                  i32x16 activations) {
 #ifdef __AVX512VNNI__
-  return (i16)_mm512_dpbusd_epi32((__m512i)total, _mm512_loadu_si512(w), (__m512i)four);
+  return (i32x16)_mm512_dpbusd_epi32((__m512i)total, _mm512_loadu_si512(weights),
+                                     (__m512i)activations);
 #else
   for (int lane = 0; lane < 16; lane++)
     for (int j = 0; j < 4; j++)
-      total[lane] += int32_t(w[4 * lane + j]) * int8_t(uint32_t(four[0]) >> 8 * j);
+      total[lane] += int32_t(weights[4 * lane + j]) * int8_t(uint32_t(activations[0]) >> 8 * j);
   return total;
 #endif
 }
 
-// One panel for R rows. Within a group the sums are whole numbers, exact in any order.
-template <int R>
-inline __attribute__((always_inline)) void panel(const Weights& w, const Rows& rows, float* y,
-                                                 int64_t stride, int64_t n0, Then then) {
-  constexpr int NB = PANEL / 16;
-  const int64_t in = w.in, groups = in / w.group;
+// One panel of outputs of T tokens. Sums within a group are integers: exact in any order.
+template <int T>
+inline __attribute__((always_inline)) void int8_panel(const Weights& w, const Activations& a,
+                                                      float* y, int64_t stride, int64_t n0,
+                                                      Output output) {
+  constexpr int N = PANEL / 16;
+  const int64_t in = w.in_features, groups = in / w.group_size;
   const uint8_t* data = static_cast<const uint8_t*>(w.data) + n0 * in;
   const float* scales = w.scales + n0 * groups;
-  // Another core may have used these results last, and giving them up takes a while.
+  // Another core may own the cache lines of y: ask for them early.
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
+  for (int t = 0; t < T; t++)
 #pragma GCC unroll 8
-    for (int i = 0; i < NB; i++) __builtin_prefetch(y + r * stride + n0 + 16 * i, 1, 3);
-  f16 acc[NB][R];
+    for (int i = 0; i < N; i++) __builtin_prefetch(y + t * stride + n0 + 16 * i, 1, 3);
+  f32x16 acc[N][T];
 #pragma GCC unroll 8
-  for (int i = 0; i < NB; i++)
+  for (int i = 0; i < N; i++)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) acc[i][r] = f16{};
+    for (int t = 0; t < T; t++) acc[i][t] = f32x16{};
   for (int64_t g = 0; g < groups; g++) {
-    i16 total[NB][R];
+    i32x16 total[N][T];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
+    for (int t = 0; t < T; t++)
 #pragma GCC unroll 8
-      for (int i = 0; i < NB; i++) total[i][r] = i16{} + rows.start[r * groups + g];
-    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 4, data += 4 * PANEL) {
+      for (int i = 0; i < N; i++) total[i][t] = i32x16{} + a.corrections[t * groups + g];
+    for (int64_t k = g * w.group_size; k < (g + 1) * w.group_size; k += 4, data += 4 * PANEL) {
 #pragma GCC unroll 8
-      for (int i = 0; i < NB; i++) {
+      for (int i = 0; i < N; i++) {
         __builtin_prefetch(data + 64 * i + 4096, 0, 2);
         __builtin_prefetch(data + 64 * i + 8192, 0, 2);
       }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
+      for (int t = 0; t < T; t++) {
         int32_t bytes;
-        std::memcpy(&bytes, rows.q + r * in + k, sizeof bytes);
-        i16 four = (i16)held((f16)(i16{} + bytes));
+        std::memcpy(&bytes, a.quantized + t * in + k, sizeof bytes);
+        i32x16 four = (i32x16)in_register((f32x16)(i32x16{} + bytes));
 #pragma GCC unroll 8
-        for (int i = 0; i < NB; i++) total[i][r] = dot4(total[i][r], data + 64 * i, four);
+        for (int i = 0; i < N; i++) total[i][t] = dot4(total[i][t], data + 64 * i, four);
       }
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < NB; i++) {
-      f16 scale = load(scales + g * PANEL + 16 * i);
+    for (int i = 0; i < N; i++) {
+      f32x16 scale = load(scales + g * PANEL + 16 * i);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++)
-        acc[i][r] = fused(__builtin_convertvector(total[i][r], f16),
-                          scale * rows.scales[r * groups + g], acc[i][r]);
+      for (int t = 0; t < T; t++)
+        acc[i][t] = multiply_add(__builtin_convertvector(total[i][t], f32x16),
+                                 scale * a.scales[t * groups + g], acc[i][t]);
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < NB; i++) {
-    const int64_t n = n0 + 16 * i, left = w.out - n;
+  for (int i = 0; i < N; i++) {
+    const int64_t n = n0 + 16 * i, left = w.out_features - n;
     if (left <= 0) break;
-    const int64_t some = left < 16 ? left : 16;
-    f16 bias = w.bias ? load_some(w.bias + n, some) : f16{};
+    const int64_t count = left < 16 ? left : 16;
+    f32x16 bias = w.bias ? load_partial(w.bias + n, count) : f32x16{};
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      float* at = y + r * stride + n;
-      f16 value = acc[i][r] + bias;
-      if (then == Then::AddTo) value += load_some(at, some);
-      std::memcpy(at, &value, some * sizeof(float));
+    for (int t = 0; t < T; t++) {
+      float* out = y + t * stride + n;
+      f32x16 value = acc[i][t] + bias;
+      if (output == Output::ADD) value += load_partial(out, count);
+      std::memcpy(out, &value, count * sizeof(float));
     }
   }
 }
 
-template <int R>
-void panels(const Weights& w, const Rows& rows, float* y, int64_t stride, int64_t from, int64_t to,
-            Then then) {
-  for (int64_t n = from; n < to; n += PANEL) panel<R>(w, rows, y, stride, n, then);
+template <int T>
+void int8_outputs(const Weights& w, const Activations& a, float* y, int64_t stride, int64_t begin,
+                  int64_t end, Output output) {
+  for (int64_t n = begin; n < end; n += PANEL) int8_panel<T>(w, a, y, stride, n, output);
 }
 
-typedef void (*Span)(const Weights&, const Rows&, float*, int64_t, int64_t, int64_t, Then);
-// As many outputs at a time as keep R times that many sums in registers.
-constexpr Span FLOATS[9] = {nullptr,    span<1, 4>, span<2, 4>, span<3, 4>, span<4, 4>,
-                            span<5, 4>, span<6, 4>, span<7, 3>, span<8, 2>};
-constexpr Span BYTES[9] = {nullptr,   panels<1>, panels<2>, panels<3>, panels<4>,
-                           panels<5>, panels<6>, panels<7>, panels<8>};
+// ---------------------------------------------------------------------------------- both of them
 
-// Outputs [from, to) of a linear layer for all rows, from a multiple of PANEL on; weights that 8
-// rows have used are still in the cache for the next 8.
-void linear_part(const Weights& w, const Rows& rows, int64_t count, float* y, int64_t stride,
-                 int64_t from, int64_t to, Then then) {
-  const int64_t groups = w.group ? w.in / w.group : 0, chunk = PANEL;
-  const Span* spans = w.scales ? BYTES : FLOATS;
-  if (count <= 8) return spans[count](w, rows, y, stride, from, to, then);
-  for (int64_t n = from; n < to; n += chunk)
-    for (int64_t r = 0; r < count; r += 8) {
-      int64_t some = count - r < 8 ? count - r : 8;
-      Rows part = {rows.x + r * w.in, some > 1 ? w.in : 0, rows.q + r * w.in,
-                   rows.scales + r * groups, rows.start + r * groups};
-      spans[some](w, part, y + r * stride, stride, n, n + chunk < to ? n + chunk : to, then);
+constexpr int64_t MAX_TOKENS = 8;  // whose sums fit the registers
+
+typedef void (*Outputs)(const Weights&, const Activations&, float*, int64_t, int64_t, int64_t,
+                        Output);
+// By the number of tokens. N is the most outputs whose sums for T tokens fit 32 registers.
+constexpr Outputs FLOAT32_OUTPUTS[MAX_TOKENS + 1] = {
+    nullptr,
+    float32_outputs<1, 4>,
+    float32_outputs<2, 4>,
+    float32_outputs<3, 4>,
+    float32_outputs<4, 4>,
+    float32_outputs<5, 4>,
+    float32_outputs<6, 4>,
+    float32_outputs<7, 3>,
+    float32_outputs<8, 2>,
+};
+constexpr Outputs INT8_OUTPUTS[MAX_TOKENS + 1] = {
+    nullptr,         int8_outputs<1>, int8_outputs<2>, int8_outputs<3>, int8_outputs<4>,
+    int8_outputs<5>, int8_outputs<6>, int8_outputs<7>, int8_outputs<8>,
+};
+
+// Outputs [begin, end) of a linear layer; begin is a multiple of PANEL for int8. More than
+// MAX_TOKENS tokens are taken MAX_TOKENS at a time: the weights of PANEL outputs are then still in
+// the cache.
+void linear_outputs(const Weights& w, const Activations& a, int64_t num_tokens, float* y,
+                    int64_t stride, int64_t begin, int64_t end, Output output) {
+  const int64_t groups = w.group_size ? w.in_features / w.group_size : 0;
+  const Outputs* outputs = w.scales ? INT8_OUTPUTS : FLOAT32_OUTPUTS;
+  if (num_tokens <= MAX_TOKENS) return outputs[num_tokens](w, a, y, stride, begin, end, output);
+  for (int64_t n = begin; n < end; n += PANEL)
+    for (int64_t t = 0; t < num_tokens; t += MAX_TOKENS) {
+      int64_t count = num_tokens - t < MAX_TOKENS ? num_tokens - t : MAX_TOKENS;
+      Activations some = {a.x + t * w.in_features, count > 1 ? w.in_features : 0,
+                          a.quantized + t * w.in_features, a.scales + t * groups,
+                          a.corrections + t * groups};
+      outputs[count](w, some, y + t * stride, stride, n, n + PANEL < end ? n + PANEL : end, output);
     }
 }
 

@@ -1,0 +1,212 @@
+// The structs that Python fills (abi.py mirrors them with ctypes), and a description of their
+// layout.
+//
+// Each struct is one list of fields. The list declares the struct and describes its layout, so the
+// two cannot differ; Python compares the description with its mirrors when it loads the library.
+//
+// Shapes: num_slots sequences (batch slots) of num_nodes nodes each. num_tokens = num_slots *
+// num_nodes. A "KV entry" is the place of one token in a slot of the KV cache.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+extern "C" {
+
+// Raised when a function's arguments change: the layout below does not tell that.
+constexpr int64_t ABI_VERSION = 1;
+
+constexpr int64_t PANEL = 48;         // int8: outputs stored side by side; the last panel is padded
+constexpr int64_t CHUNK = 64;         // int8: weights that one AVX-512 VNNI instruction multiplies
+constexpr int64_t TOPK = 4;           // tokens of largest logits that a forward returns per node
+constexpr int64_t MAX_CHILDREN = 16;  // of a node in a draft tree
+
+enum Activation { SILU = 0, GELU_TANH = 1 };
+enum InputNorm { NO_NORM = 0, NORM_EACH = 1, NORM_ALL = 2 };  // see HeadInputs.norm
+
+#define DECLARE_FIELD(type, name) type name;
+
+// One linear layer. float32 as the model has it; or int8 in groups with a scale each, packed in
+// panels of PANEL outputs: a sum then stays in its SIMD lane, and memory is read in address order.
+#define WEIGHTS_FIELDS(FIELD)                                                            \
+  FIELD(const void*, data)    /* float32 [out][in], or uint8 [panels][in / 4][PANEL][4]: \
+                                 the int8 value plus 128 */                              \
+  FIELD(const float*, scales) /* null: float32; else [panels][in / group_size][PANEL] */ \
+  FIELD(const float*, bias)   /* [out], or null */                                       \
+  FIELD(int64_t, out_features)                                                           \
+  FIELD(int64_t, in_features)                                                            \
+  FIELD(int64_t, group_size) /* int8: weights that share a scale, a multiple of CHUNK */
+struct Weights {
+  WEIGHTS_FIELDS(DECLARE_FIELD)
+};
+
+#define DECODER_LAYER_FIELDS(FIELD)                                                       \
+  FIELD(Weights, q)                                                                       \
+  FIELD(Weights, k)                                                                       \
+  FIELD(Weights, v)                                                                       \
+  FIELD(Weights, o)                                                                       \
+  FIELD(Weights, gate)                                                                    \
+  FIELD(Weights, up)                                                                      \
+  FIELD(Weights, down)                                                                    \
+  FIELD(const float*, input_norm)          /* [hidden_size] */                            \
+  FIELD(const float*, post_attention_norm) /* [hidden_size] */                            \
+  FIELD(const float*, q_norm)              /* [head_dim], or null */                      \
+  FIELD(const float*, k_norm)              /* [head_dim], or null */                      \
+  FIELD(float*, keys)            /* [cache slots][num_kv_heads][num_entries][head_dim] */ \
+  FIELD(float*, values)          /* the same */                                           \
+  FIELD(int64_t, sliding_window) /* tokens; 0: none */                                    \
+  FIELD(float, scaling)          /* of attention scores */
+struct DecoderLayer {
+  DECODER_LAYER_FIELDS(DECLARE_FIELD)
+};
+
+// An LM head with low-rank screening: see screening.h.
+#define SCREENED_HEAD_FIELDS(FIELD)                                                                \
+  FIELD(Weights, projection)     /* float32 [rank][hidden_size] */                                 \
+  FIELD(Weights, screening_head) /* int8 [vocab][rank] */                                          \
+  FIELD(Weights, vocab_rows)     /* int8 [vocab][hidden_size] and scales, row by row: no panels */ \
+  FIELD(int64_t, min_blocks)     /* blocks of the vocabulary of which a logit becomes exact */
+struct ScreenedHead {
+  SCREENED_HEAD_FIELDS(DECLARE_FIELD)
+};
+
+#define MODEL_FIELDS(FIELD)                                                    \
+  FIELD(const DecoderLayer*, layers)                                           \
+  FIELD(int64_t, num_layers)                                                   \
+  FIELD(int64_t, hidden_size)                                                  \
+  FIELD(int64_t, num_heads)                                                    \
+  FIELD(int64_t, num_kv_heads)                                                 \
+  FIELD(int64_t, head_dim)                                                     \
+  FIELD(int64_t, intermediate_size)                                            \
+  FIELD(int64_t, num_entries) /* KV entries of a cache slot */                 \
+  FIELD(int64_t, activation)  /* enum Activation */                            \
+  FIELD(const float*, final_norm)                                              \
+  FIELD(Weights, lm_head)                                                      \
+  FIELD(const ScreenedHead*, screened_head) /* in place of lm_head, or null */ \
+  FIELD(float, norm_eps)
+struct Model {
+  MODEL_FIELDS(DECLARE_FIELD)
+};
+
+// One forward pass over num_nodes new nodes of each of num_slots sequences. They may be a part of
+// the tree_size nodes that lie behind the kv_lens entries of each slot (tree_nodes says which).
+#define FORWARD_ARGS_FIELDS(FIELD)                                                                  \
+  FIELD(int64_t, num_slots)                                                                         \
+  FIELD(int64_t, num_nodes)                                                                         \
+  FIELD(int64_t, first_slot)         /* of the cache */                                             \
+  FIELD(int64_t, num_context_tokens) /* nodes of each sequence that are text; the rest: drafts */   \
+  FIELD(const int64_t*, kv_lens)     /* [num_slots] entries before the nodes */                     \
+  FIELD(int64_t, tree_size)          /* nodes of a sequence that depths and ancestors tell of */    \
+  FIELD(const int64_t*, tree_nodes)  /* [num_slots][num_nodes] index in the tree; null: all */      \
+  FIELD(const int32_t*, depths)      /* [num_slots][tree_size] */                                   \
+  FIELD(const uint64_t*, ancestors)  /* [num_slots][tree_size] bit m: node m is an ancestor, or     \
+                                        the node itself */                                          \
+  FIELD(const float*, cos)           /* [num_slots][num_nodes][head_dim] */                         \
+  FIELD(const float*, sin)                                                                          \
+  FIELD(const float*, first_input)     /* [num_slots][num_nodes][in_features of the first q]: what  \
+                                          the first layer's attention reads; null: normed hidden */ \
+  FIELD(int64_t, kv_only)              /* stop once the last layer's keys and values are stored */  \
+  FIELD(float*, hidden)                /* [num_slots][num_nodes][hidden_size]: embeddings in,       \
+                                          the last layer's hidden states out */                     \
+  FIELD(float*, logits)                /* [num_slots][num_nodes][vocab], or null: no LM head */     \
+  FIELD(int64_t, num_captured)         /* layers whose hidden states are captured */                \
+  FIELD(const int64_t*, capture_after) /* [num_captured] ascending numbers of layers; after the     \
+                                          last layer the state is normed */                         \
+  FIELD(float*, captured)              /* [num_slots][num_nodes][num_captured][hidden_size] */      \
+  FIELD(int64_t*, topk)                /* [num_slots][num_nodes][TOPK] tokens, if logits */         \
+  FIELD(float*, scratch)               /* draftahead_scratch_size(...) floats */
+struct ForwardArgs {
+  FORWARD_ARGS_FIELDS(DECLARE_FIELD)
+};
+
+// (hidden, token) inputs that an EAGLE head has not read yet: the last ones of each sequence.
+#define HEAD_INPUTS_FIELDS(FIELD)                                                                \
+  FIELD(const float*, hidden) /* [cache slots][num_entries][entry_stride]: the target's captured \
+                                 hidden states */                                                \
+  FIELD(int64_t, num_entries)                                                                    \
+  FIELD(int64_t, entry_stride)                                                                   \
+  FIELD(int64_t, num_hidden) /* hidden states of a token that fc combines */                     \
+  FIELD(int64_t, target_hidden_size)                                                             \
+  FIELD(const int64_t*, hidden_indices) /* [num_hidden] which of the captured ones */            \
+  FIELD(int64_t, norm)                  /* enum InputNorm: none; one norm for each hidden state; \
+                                           one for all of them side by side */                   \
+  FIELD(const float*, norm_weights)     /* [num_hidden][target_hidden_size] */                   \
+  FIELD(Weights, fc)                                                                             \
+  FIELD(int64_t, max_inputs)        /* of a sequence */                                          \
+  FIELD(const int64_t*, num_inputs) /* [num_slots]; the last input holds the root */             \
+  FIELD(const int64_t*, tokens)     /* [num_slots][max_inputs] */
+struct HeadInputs {
+  HEAD_INPUTS_FIELDS(DECLARE_FIELD)
+};
+
+// Draft trees of num_slots sequences, built level by level: see tree_builder.h.
+#define TREE_ARGS_FIELDS(FIELD)                                                                    \
+  FIELD(int64_t, num_slots)                                                                        \
+  FIELD(int64_t, max_levels)                                                                       \
+  FIELD(int64_t, nodes_per_level)     /* leaves of a tree that get children at each level */       \
+  FIELD(int64_t, num_children)        /* of each of them */                                        \
+  FIELD(float, min_confidence)        /* nodes below it are dropped */                             \
+  FIELD(float, min_level_confidence)  /* building stops at leaves whose confidences sum to less */ \
+  FIELD(const int64_t*, root_entries) /* [num_slots] KV entry of the root in the head's cache */   \
+  FIELD(const int64_t*, max_depths)   /* [num_slots] */                                            \
+  FIELD(const int64_t*, draft_to_target) /* [draft vocab] token ids; null: the same vocabulary */  \
+  FIELD(const float*, embeddings)        /* [target vocab][hidden_size] */                         \
+  FIELD(const float*, embed_norm)        /* [hidden_size] */                                       \
+  FIELD(const float*, hidden_norm)       /* [hidden_size] */                                       \
+  FIELD(int64_t, norm_before_residual)                                                             \
+  FIELD(int64_t, norm_output)                                                                      \
+  FIELD(const float*, cos) /* [num_entries][head_dim] */                                           \
+  FIELD(const float*, sin)                                                                         \
+  FIELD(const HeadInputs*, inputs)                                                                 \
+  FIELD(int64_t, max_nodes)  /* of a tree: what the outputs below have room for */                 \
+  FIELD(int64_t*, num_nodes) /* out [num_slots], the root included */                              \
+  FIELD(int64_t*, tokens)    /* out [num_slots][max_nodes] */                                      \
+  FIELD(int64_t*, parents)   /* out [num_slots][max_nodes] */                                      \
+  FIELD(float*, confidence)  /* out [num_slots][max_nodes]: probability of the path to a node */   \
+  FIELD(double, inputs_seconds) /* out: time spent on the inputs, before the first level */
+struct TreeArgs {
+  TREE_ARGS_FIELDS(DECLARE_FIELD)
+};
+
+}  // extern "C"
+
+namespace {
+
+#define DESCRIBE_FIELD(type, name)                                                           \
+  text += std::string(" ") + #name + ":" + std::to_string(offsetof(Described, name)) + ":" + \
+          std::to_string(sizeof(type));
+#define DESCRIBE_STRUCT(Struct, FIELDS)                      \
+  {                                                          \
+    using Described = Struct;                                \
+    text += #Struct " " + std::to_string(sizeof(Described)); \
+    FIELDS(DESCRIBE_FIELD)                                   \
+    text += "\n";                                            \
+  }
+#define DESCRIBE_CONSTANT(name) text += #name " " + std::to_string(int64_t(name)) + "\n";
+
+// A line per constant, "name value"; a line per struct, "name size field:offset:size ...".
+std::string abi_description() {
+  std::string text;
+  DESCRIBE_CONSTANT(ABI_VERSION)
+  DESCRIBE_CONSTANT(PANEL)
+  DESCRIBE_CONSTANT(CHUNK)
+  DESCRIBE_CONSTANT(TOPK)
+  DESCRIBE_CONSTANT(MAX_CHILDREN)
+  DESCRIBE_CONSTANT(SILU)
+  DESCRIBE_CONSTANT(GELU_TANH)
+  DESCRIBE_CONSTANT(NO_NORM)
+  DESCRIBE_CONSTANT(NORM_EACH)
+  DESCRIBE_CONSTANT(NORM_ALL)
+  DESCRIBE_STRUCT(Weights, WEIGHTS_FIELDS)
+  DESCRIBE_STRUCT(DecoderLayer, DECODER_LAYER_FIELDS)
+  DESCRIBE_STRUCT(ScreenedHead, SCREENED_HEAD_FIELDS)
+  DESCRIBE_STRUCT(Model, MODEL_FIELDS)
+  DESCRIBE_STRUCT(ForwardArgs, FORWARD_ARGS_FIELDS)
+  DESCRIBE_STRUCT(HeadInputs, HEAD_INPUTS_FIELDS)
+  DESCRIBE_STRUCT(TreeArgs, TREE_ARGS_FIELDS)
+  return text;
+}
+
+}  // namespace

@@ -1,0 +1,109 @@
+// A forward pass of a llama-shaped decoder: its layers, final norm, LM head and most likely tokens.
+
+#pragma once
+
+#include "layer.h"
+#include "screening.h"
+
+namespace {
+
+// Copies this thread's part of hidden states [num_tokens][hidden_size] after `layers_done` layers
+// to f.captured, if they are wanted.
+void capture(const Model& m, const ForwardArgs& f, int64_t layers_done, const float* hidden) {
+  for (int64_t c = 0; c < f.num_captured; c++) {
+    if (f.capture_after[c] != layers_done) continue;
+    const Range mine = thread_range(f.num_slots * f.num_nodes, 1);
+    for (int64_t t = mine.begin; t < mine.end; t++)
+      std::memcpy(f.captured + (t * f.num_captured + c) * m.hidden_size, hidden + t * m.hidden_size,
+                  m.hidden_size * sizeof(float));
+  }
+}
+
+// Tokens of the TOPK largest logits, largest first, the lower id first of equals. tokens[0] is -1
+// if the argmax is not defined: a logit is NaN, or the largest is infinite. Blocks of logits whose
+// maximum is too small are skipped.
+void topk(const float* logits, int64_t vocab_size, int64_t* tokens) {
+  constexpr int64_t block = 256;
+  float values[TOPK];
+  for (int k = 0; k < TOPK; k++) values[k] = -INFINITY, tokens[k] = -1;
+  i32x16 nan = {};
+  for (int64_t begin = 0; begin < vocab_size; begin += block) {
+    int64_t end = begin + block < vocab_size ? begin + block : vocab_size, i = begin;
+    f32x16 lane_max = broadcast(-INFINITY);
+    for (; i + 16 <= end; i += 16) {
+      f32x16 v = load(logits + i);
+      nan |= v != v;
+      lane_max = v > lane_max ? v : lane_max;
+    }
+    float largest = max_lane(lane_max);
+    for (; i < end; i++) {
+      if (logits[i] != logits[i]) nan = nan | -1;
+      largest = logits[i] > largest ? logits[i] : largest;
+    }
+    if (!(largest > values[TOPK - 1])) continue;
+    for (i = begin; i < end; i++) {
+      if (!(logits[i] > values[TOPK - 1])) continue;
+      int k = TOPK - 1;
+      for (; k > 0 && logits[i] > values[k - 1]; k--)
+        values[k] = values[k - 1], tokens[k] = tokens[k - 1];
+      values[k] = logits[i], tokens[k] = i;
+    }
+  }
+  bool undefined = std::isinf(values[0]);
+  for (int lane = 0; lane < 16; lane++) undefined |= nan[lane] != 0;
+  if (undefined) tokens[0] = -1;
+}
+
+// Final norm, logits and most likely tokens of all nodes. Called by all threads.
+void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffers& own) {
+  const int64_t num_tokens = f.num_slots * f.num_nodes, vocab_size = m.lm_head.out_features;
+  for (int64_t t = 0; t < num_tokens; t++)
+    rms_norm(f.hidden + t * m.hidden_size, m.final_norm, m.norm_eps, m.hidden_size,
+             own.normed + t * m.hidden_size);
+  capture(m, f, m.num_layers, own.normed);
+  const ScreenedHead* screened = m.screened_head;
+  const float* input = own.normed;
+  if (screened) {
+    const Activations a = own.activations(screened->projection, own.normed, num_tokens);
+    linear(screened->projection, a, num_tokens, b.q, Output::STORE);
+    b.barrier->wait();
+    input = b.q;
+  }
+  const Weights& head = screened ? screened->screening_head : m.lm_head;
+  linear(head, own.activations(head, input, num_tokens), num_tokens, f.logits, Output::STORE);
+  b.barrier->wait();
+  const Range mine = thread_range(num_tokens, 1);
+  Activations a = {};
+  if (screened && mine.begin < mine.end)
+    a = own.activations(screened->vocab_rows, own.normed, num_tokens);
+  for (int64_t t = mine.begin; t < mine.end; t++) {
+    float* logits = f.logits + t * vocab_size;
+    if (screened) replace_candidates(*screened, a, t, logits);
+    topk(logits, vocab_size, f.topk + t * TOPK);
+  }
+}
+
+int64_t scratch_size(const Model& m, int64_t num_tokens, int64_t threads) {
+  return SharedBuffers::size(m, num_tokens) + threads * ThreadBuffers::size(m, num_tokens) + 64;
+}
+
+void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
+  const int64_t num_tokens = f.num_slots * f.num_nodes;
+  SharedBuffers b(m, num_tokens, f.scratch);
+  float* rest = f.scratch + SharedBuffers::size(m, num_tokens);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp single
+    b.barrier = new Barrier(omp_get_num_threads());  // OpenMP may give fewer than were asked for
+    ThreadBuffers own(m, num_tokens,
+                      rest + omp_get_thread_num() * ThreadBuffers::size(m, num_tokens));
+    for (int64_t i = 0; i < m.num_layers; i++) {
+      if (i) capture(m, f, i, f.hidden);  // the layer writes f.hidden only behind its first barrier
+      decoder_layer(m, m.layers[i], f, b, own);
+    }
+    if (f.logits) lm_head(m, f, b, own);
+  }
+  delete b.barrier;
+}
+
+}  // namespace

@@ -1,0 +1,47 @@
+"""How many threads our kernels use, and torch's own small operations between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class _ThisThread(threading.local):
+    full: int | None = None  # torch's number of threads before `one_thread`, while it is entered
+
+
+_this_thread = _ThisThread()
+
+
+def num_threads() -> int:
+    """Threads for our kernels: as many as torch has outside `one_thread`."""
+    full = _this_thread.full
+    return torch.get_num_threads() if full is None else full
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """While entered, torch's operations in this Python thread take one thread; our kernels take as
+    many as before. The operations between our kernels are small, and on a busy machine waiting for
+    a second thread costs a time slice: 8 ms where 30 µs are meant.
+
+    Nested use changes nothing, and the number is restored when an exception leaves. With OpenMP,
+    torch.set_num_threads changes the number of the calling thread and the default that threads
+    start with. So a Python thread that already uses torch keeps its number; one whose first torch
+    operation falls into this time starts with one thread, until it calls torch.set_num_threads.
+    MKL's own number is one for the whole process: other threads' matrix products are slower
+    meanwhile, never different by more than another number of threads makes them.
+    """
+    if _this_thread.full is not None:
+        yield
+        return
+    full = _this_thread.full = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(full)
+        _this_thread.full = None

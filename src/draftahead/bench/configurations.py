@@ -1,0 +1,156 @@
+"""What is measured against each other: drafters in this engine, and other engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from draftahead.bench.machine import synchronize
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.stats import Stats
+from draftahead.errors import ConfigError
+from draftahead.llm import LLM
+from draftahead.loader.embedded import ALIASES
+from draftahead.loader.hub import load
+
+PLAIN = "none"  # the configuration that speed-ups refer to
+
+
+@dataclass
+class Outcome:
+    """One run of one configuration over the prompts of a batch."""
+
+    seconds: float  # wall time, prefill included
+    tokens: int
+    texts: list[list[int]]  # generated token ids, if the engine reports them
+    stats: Stats = field(default_factory=Stats)
+    lossless: bool = True
+
+
+class Configuration(Protocol):
+    name: str
+    batch: int
+
+    def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome: ...
+
+
+class Draftahead:
+    """A drafter in this engine."""
+
+    def __init__(self, name: str, llm: LLM, batch: int) -> None:
+        self.name, self.llm, self.batch = name, llm, batch
+
+    def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
+        start = time.perf_counter()
+        completions = self.llm.generate(list(prompts), params)
+        seconds = time.perf_counter() - start
+        total = Stats()
+        for completion in completions:
+            total.add(completion.stats)
+        lossless = all(completion.lossless for completion in completions)
+        texts = [completion.token_ids for completion in completions]
+        return Outcome(seconds, total.tokens, texts, total, lossless)
+
+
+def with_drafters(
+    llm: LLM, drafters: Mapping[str, Any], batch: int, context: int, *, lossless: bool = True
+) -> list[Draftahead]:
+    """Plain decoding and each drafter, by name, over the weights of one model."""
+    found = []
+    for name, drafter in ({PLAIN: PLAIN} | dict(drafters)).items():
+        own = llm.with_drafter(
+            drafter, max_batch=batch, max_context=context, lossless=lossless or name == PLAIN
+        )
+        found.append(Draftahead(name, own, batch))
+    return found
+
+
+class Transformers:
+    """transformers' `generate`: plain, with prompt look-up, or with an assistant model."""
+
+    def __init__(self, name: str, model: Any, options: dict[str, Any]) -> None:
+        self.name, self.model, self.options, self.batch = name, model, options, 1
+
+    def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
+        options: dict[str, Any] = {"do_sample": bool(params.temperature), **self.options}
+        if params.temperature:
+            options["temperature"] = params.temperature
+        texts, start = [], time.perf_counter()
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=self.model.device)
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=params.max_tokens,
+                **options,
+            )
+            texts.append(out[0, len(prompt) :].tolist())
+        synchronize(self.model.device)
+        seconds = time.perf_counter() - start
+        return Outcome(seconds, sum(map(len, texts)), texts)
+
+
+class LlamaCpp:
+    """llama.cpp through the optional package xllamacpp, on the same GGUF file."""
+
+    name, batch = "llama.cpp", 1
+
+    def __init__(self, alias: str, context: int = 4096) -> None:
+        try:
+            import xllamacpp
+        except ImportError:
+            raise ConfigError("--against llama.cpp needs: pip install xllamacpp") from None
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = str(ALIASES[alias].gguf)
+        parameters.n_ctx, parameters.n_parallel = context, 1
+        parameters.cpuparams.n_threads = torch.get_num_threads()
+        parameters.warmup = True
+        parameters.verbosity = -1  # otherwise it logs every request
+        self.server = xllamacpp.Server(parameters)
+
+    def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
+        tokens, start = 0, time.perf_counter()
+        for prompt in prompts:
+            request = {
+                "prompt": prompt,
+                "max_tokens": params.max_tokens,
+                "temperature": params.temperature,
+                "cache_prompt": False,
+            }
+            answer = self.server.handle_completions(request)
+            tokens += int(answer["usage"]["completion_tokens"])
+        return Outcome(time.perf_counter() - start, tokens, [])
+
+
+ENGINES = ("transformers", "llama.cpp")
+
+
+def other_engines(names: Sequence[str], model: str, device: torch.device) -> list[Configuration]:
+    """Other engines on the same model, by name."""
+    found: list[Configuration] = []
+    if "transformers" in names:
+        # A copy of its own: our model may be quantized, and its attention function is replaced.
+        own = load(model, device=device)[0]
+        look_up = {"prompt_lookup_num_tokens": 8}
+        found.append(Transformers("transformers", own, {}))
+        found.append(Transformers("transformers prompt look-up", own, look_up))
+    if "llama.cpp" in names:
+        if model not in ALIASES:
+            raise ConfigError("--against llama.cpp runs the embedded model's own GGUF file")
+        found.append(LlamaCpp(model))
+    return found
+
+
+def transformers_assisted(model: Any, draft: Any, num_drafted: int) -> list[Configuration]:
+    """transformers, plain and with the same draft model and number of drafted tokens as ours."""
+    draft.generation_config.num_assistant_tokens = num_drafted
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    return [
+        Transformers("transformers", model, {}),
+        Transformers("transformers assisted", model, {"assistant_model": draft}),
+    ]

@@ -1,0 +1,103 @@
+"""Latency of a forward pass by its number of tokens, beside the memory-bandwidth bound.
+
+Speculative decoding gains where a forward pass over eight tokens takes about as long as over one,
+because both read every weight once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftahead.bench.machine import memory_read, timed
+from draftahead.models.runner import ModelRunner
+
+NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # of the forward passes that are timed
+TREE_NODES = 16  # of a binary draft tree, timed beside the chains
+REPEATS = 15
+WARM_UP = 2  # repetitions that are not counted
+PERCENTILE = 10  # the latency without disturbance by other processes
+
+
+def measure_latency(
+    runner: ModelRunner,
+    *,
+    num_tokens: Sequence[int] = NUM_TOKENS,
+    context: int = 256,
+    repeats: int = REPEATS,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Forward passes of each size, and reads of as many bytes as the weights have, interleaved.
+    `progress` is called after each of the `repeats + WARM_UP` repetitions."""
+    size = weight_bytes(runner.model)
+    context = max(1, min(context, runner.max_context - max(num_tokens)))
+    generator = torch.Generator().manual_seed(0)
+
+    def random_tokens(count: int) -> torch.Tensor:
+        return torch.randint(0, runner.vocab_size, (1, count), generator=generator)
+
+    runner.prefill(0, random_tokens(context)[0].tolist())
+    jobs: dict[Any, Callable[[], Any]] = {
+        n: partial(runner.forward, random_tokens(n)) for n in num_tokens
+    }
+    jobs["read"] = memory_read(size, runner.device)
+    if runner.max_context - context >= TREE_NODES:
+        parents = torch.tensor([[-1, *((node - 1) // 2 for node in range(1, TREE_NODES))]])
+        jobs["tree"] = partial(runner.forward, random_tokens(TREE_NODES), parents=parents)
+    times: dict[Any, list[float]] = {name: [] for name in jobs}
+    for repetition in range(WARM_UP + repeats):
+        for name, job in jobs.items():
+            ms = timed(job, runner.device)
+            if repetition >= WARM_UP:
+                times[name].append(ms)
+        progress()
+    runner.cache.tokens_in[0].clear()
+    low = {name: float(np.percentile(ms, PERCENTILE)) for name, ms in times.items()}
+    bound, one_token = low["read"], low[num_tokens[0]]
+    tree = None
+    if "tree" in low:
+        over_one = low["tree"] / one_token
+        tree = {"nodes": TREE_NODES, "ms": low["tree"], "over_one_token": over_one}
+    return {
+        "weight_bytes": size,
+        "context": context,
+        "memory_bound_ms": bound,
+        "bandwidth_gb_per_s": size / bound / 1e6,
+        "tree": tree,
+        "latency": [
+            {
+                "tokens": n,
+                "ms": low[n],
+                "median_ms": float(np.median(times[n])),
+                "over_bound": low[n] / bound,
+                "over_one_token": low[n] / one_token,
+            }
+            for n in num_tokens
+        ],
+    }
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes that a forward pass must read: all weights but an embedding that is not the LM head."""
+    sizes: dict[int, int] = {}
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight.data_ptr() == embedding.data_ptr()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    if not tied:
+        sizes.pop(embedding.data_ptr(), None)
+    return sum(sizes.values())
+
+
+def interpolated(
+    latency: Sequence[dict[str, Any]], key: str = "median_ms"
+) -> Callable[[int], float]:
+    """Milliseconds of a forward pass over any number of tokens, from the measured ones."""
+    known = [row["tokens"] for row in latency]
+    times = [row[key] for row in latency]
+    return lambda tokens: float(np.interp(tokens, known, times))

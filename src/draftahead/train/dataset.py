@@ -1,0 +1,250 @@
+"""Training data: prompts, and the target's own continuations of them.
+
+A drafter learns to predict what its target generates. Generated data is written in files, each
+complete once it exists, so that an interrupted run resumes and several processes share the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.drafters.head_files import write_tensors
+from draftahead.errors import ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from draftahead.llm import LLM
+
+log = logging.getLogger(__name__)
+
+FILES = "answers-*.safetensors"  # of generated data; tensors: tokens, starts, answers
+SETTINGS = "answers.json"  # what the files were generated from
+BATCHES_PER_FILE = 8  # a smaller number loses less work at an interruption
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Texts one behind the other: text i is `tokens[starts[i]:starts[i + 1]]`. Its first
+    `prompt_lengths[i]` tokens are the prompt; the tokens after it are the ones to learn."""
+
+    tokens: Tensor  # int32
+    starts: Tensor  # int64 [texts + 1]
+    prompt_lengths: Tensor  # int64 [texts]
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    def text(self, index: int) -> Tensor:
+        return self.tokens[int(self.starts[index]) : int(self.starts[index + 1])]
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.starts.diff()
+
+    @property
+    def num_learned(self) -> int:
+        """Tokens to learn."""
+        return int((self.lengths - self.prompt_lengths).sum())
+
+    @staticmethod
+    def of(texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Dataset:
+        """From pairs of a prompt and its continuation."""
+        ids = [[*prompt, *continuation] for prompt, continuation in texts]
+        return Dataset(
+            tokens=torch.tensor([token for text in ids for token in text], dtype=torch.int32),
+            starts=torch.tensor([0, *(len(text) for text in ids)]).cumsum(0),
+            prompt_lengths=torch.tensor([len(prompt) for prompt, _ in texts]),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Dataset]) -> Dataset:
+        lengths = torch.cat([torch.tensor([0]), *(part.lengths for part in parts)])
+        return Dataset(
+            tokens=torch.cat([part.tokens for part in parts]),
+            starts=lengths.cumsum(0),
+            prompt_lengths=torch.cat([part.prompt_lengths for part in parts]),
+        )
+
+    def subset(self, indices: Sequence[int]) -> Dataset:
+        lengths = torch.tensor([0, *(len(self.text(i)) for i in indices)])
+        return Dataset(
+            tokens=torch.cat([self.text(i) for i in indices]),
+            starts=lengths.cumsum(0),
+            prompt_lengths=self.prompt_lengths[list(indices)],
+        )
+
+    def most_frequent(self, size: int, vocab_size: int) -> Tensor:
+        """The `size` most frequent tokens to learn, by id: a draft vocabulary."""
+        learned = torch.ones(len(self.tokens), dtype=torch.bool)
+        for start, length in zip(self.starts.tolist(), self.prompt_lengths.tolist(), strict=False):
+            learned[start : start + length] = False
+        counts = torch.bincount(self.tokens[learned].long(), minlength=vocab_size).double()
+        # Among equals the lower id: tokenizers number frequent tokens first.
+        counts -= torch.arange(vocab_size) / (2 * vocab_size)
+        return counts.topk(min(size, vocab_size)).indices.sort().values
+
+
+# ---------------------------------------------------------------------------------- prompts
+
+
+def read_prompts(path: Path, llm: LLM) -> tuple[list[list[int]], Dataset | None]:
+    """Reads JSON lines. `prompt`, `messages` or `turns` (the first turn) are prompts to continue;
+    a `text` is training data as it is. Returns the prompts' ids, and the texts if any."""
+    try:
+        # Not `splitlines`: a text may contain U+2028 and other line ends.
+        lines = path.read_text("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"cannot read {path}: {problem}") from None
+    prompts: list[list[int]] = []
+    texts: list[tuple[list[int], list[int]]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if "text" in entry:
+                ids = llm.encode(str(entry["text"]))
+                texts.append((ids[:1], ids[1:]))
+            else:
+                prompts.append(llm.encode(_request(entry, llm.tokenizer)))
+        except PromptError as problem:
+            raise ConfigError(f"{path}, line {number}: {problem}") from None
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as problem:
+            raise ConfigError(
+                f"{path}, line {number}: needs 'prompt', 'messages', 'turns' or 'text' ({problem})"
+            ) from None
+    if not prompts and not texts:
+        raise ConfigError(f"{path} holds no prompts and no texts")
+    return prompts, Dataset.of(texts) if texts else None
+
+
+def _request(entry: dict[str, Any], tokenizer: Any) -> Any:
+    """What LLM.encode takes: a conversation if the tokenizer has a chat template, else a text."""
+    if "messages" in entry:
+        return entry["messages"]
+    turns = [entry["prompt"]] if "prompt" in entry else entry["turns"]
+    if isinstance(turns, str) or not isinstance(prompt := turns[0], str):
+        raise TypeError("a prompt is a string, and turns are a list of strings")
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    return [{"role": "user", "content": prompt}] if has_template else prompt
+
+
+# --------------------------------------------------------------------------- generated data
+
+
+def generate_data(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    folder: Path,
+    *,
+    params: SamplingParams,
+    max_length: int | None = None,
+    shard: tuple[int, int] = (1, 1),
+    progress: Callable[[int, int, int], None] = lambda done, files, tokens: None,
+) -> Dataset:
+    """Continues all prompts of at most `max_length` tokens, into files in `folder`; existing files
+    are kept. Shard (2, 3) writes every third file from the second on. `progress` receives files
+    done, files in all, and new tokens."""
+    context, max_tokens = llm.engine.verifier.max_context, params.max_tokens or 0
+    if max_tokens >= context:
+        raise ConfigError(
+            f"generating {max_tokens} tokens leaves no room for prompts in a context of {context}: "
+            "lower max_tokens, or raise max_context"
+        )
+    max_length = min(max_length or context, context - max_tokens)
+    # Sorted by length: a batch takes as long as its longest prompt.
+    kept = sorted((list(p) for p in prompts if 0 < len(p) <= max_length), key=len)
+    if not kept:
+        raise ConfigError(f"no prompt has at most {max_length} tokens: raise max_length or context")
+    log.info("%d of %d prompts have at most %d tokens", len(kept), len(prompts), max_length)
+    batch = llm.engine.scheduler.max_batch
+    num_files = -(-len(kept) // (batch * BATCHES_PER_FILE))
+    num_files = _check_settings(folder, llm.model, kept, params, num_files)
+    tokens = 0
+    own_files = range(shard[0] - 1, num_files, shard[1])
+    for done, number in enumerate(own_files, start=1):
+        file = folder / FILES.replace("*", f"{number:05d}")
+        if not file.exists():
+            todo, pairs = kept[number::num_files], []
+            for start in range(0, len(todo), batch):
+                group = todo[start : start + batch]
+                completions = llm.generate(group, params)
+                pairs += [(p, c.token_ids) for p, c in zip(group, completions, strict=True)]
+            write_data(Dataset.of(pairs), file)
+            tokens += sum(len(continuation) for _, continuation in pairs)
+        progress(done, len(own_files), tokens)
+    return read_data(folder)
+
+
+def _check_settings(
+    folder: Path, model: Any, prompts: list[list[int]], params: SamplingParams, num_files: int
+) -> int:
+    """The number of files: the noted one where an earlier run, maybe with another batch size, has
+    begun. Data of other prompts, models or parameters is refused."""
+    digest = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+    settings = {"model": model_digest(model), "prompts": digest, "sampling": repr(params)}
+    file = folder / SETTINGS
+    folder.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        try:
+            noted = json.loads(file.read_text("utf-8"))
+        except ValueError:
+            noted = {}
+        num_files = int(noted.pop("files", 0))
+        if noted != settings:
+            raise ConfigError(
+                f"{folder} holds data of other prompts, of another model or with other sampling "
+                "parameters: name another folder, or delete that one"
+            )
+        return num_files
+    part = file.with_suffix(f".{os.getpid()}.part")  # other processes may write it as well
+    part.write_text(json.dumps({**settings, "files": num_files}) + "\n", "utf-8")
+    part.replace(file)
+    return num_files
+
+
+def model_digest(model: Any) -> str:
+    """Identifies a model by its first embeddings, wherever it was loaded from."""
+    rows = model.get_input_embeddings().weight.detach()[:64].float().cpu()
+    return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
+
+
+def write_texts(texts: Dataset, folder: Path) -> None:
+    """Writes texts that need no generation, to be read along with the generated data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_data(texts, folder / FILES.replace("*", "given"))
+
+
+def write_data(data: Dataset, file: Path) -> None:
+    tensors = {"tokens": data.tokens, "starts": data.starts, "answers": data.prompt_lengths}
+    write_tensors(tensors, file)
+
+
+def read_data(folder: Path) -> Dataset:
+    files = sorted(folder.glob(FILES))
+    if not files:
+        raise ConfigError(f"{folder} holds no training data: `draftahead train data` writes it")
+    return Dataset.joined([_read(file) for file in files])
+
+
+def _read(file: Path) -> Dataset:
+    try:
+        held = load_file(file)
+        return Dataset(held["tokens"], held["starts"], held["answers"])
+    except (OSError, SafetensorError, KeyError) as problem:
+        raise ConfigError(
+            f"{file} is damaged or holds no training data ({problem}): delete it, and let "
+            "`draftahead train data` write it again"
+        ) from None

@@ -1,0 +1,65 @@
+"""Every GPU kernel compiles for sm_90 as the real code launches it, and fits into the device."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: see the extra gpu-check")
+
+from draftahead.backends.cuda import kernels
+from gpu_check.record import differences, plain
+from gpu_check.sm90 import SHARED_MEMORY, Launch, compiled_launches
+from gpu_check.variants import uncaptured, variants
+
+# To compile all variants takes twice as long; scripts/gpu_hashes.py does.
+CHOSEN = (
+    "llama bfloat16",
+    "llama float16, one node",
+    "qwen2 bfloat16, one node",
+    "qwen3 bfloat16, three trees",
+    "head bfloat16, greedy",
+    "head bfloat16, sampled",
+    "large llama, many rows",
+    "large head",
+)
+
+
+@pytest.fixture(scope="module")
+def launches() -> dict[str, list[Launch]]:
+    found = {}
+    for name, _, run in variants():
+        if name.startswith(CHOSEN):
+            with compiled_launches() as launched, uncaptured():
+                run()
+            found[name] = launched
+    return found
+
+
+def kernels() -> set[str]:
+    """Of our modules: what is compiled and no helper of others."""
+    modules = vars(gpu_kernels) | vars(gpu_growth)
+    return {name for name, value in modules.items() if hasattr(value, "warmup") and name[0] != "_"}
+
+
+def test_every_kernel_compiles(launches: dict[str, list[Launch]]) -> None:
+    assert {launch.kernel for found in launches.values() for launch in found} == kernels()
+    assert len(kernels()) == 13
+
+
+def test_shared_memory_is_within_the_bound_of_the_device(
+    launches: dict[str, list[Launch]],
+) -> None:
+    for name, found in launches.items():
+        for launch in found:
+            assert launch.shared <= SHARED_MEMORY, (name, launch.kernel, launch.shared)
+    assert max(launch.shared for found in launches.values() for launch in found) > 128 * 1024
+
+
+def test_a_record_tells_arguments_in_each_others_place(launches: dict[str, list[Launch]]) -> None:
+    found = launches["llama bfloat16, one node"]
+    record = {"it": plain(found, checksums=False)}
+    assert not differences(record, {"it": plain(found, checksums=False)})
+    linear = next(launch for launch in found if launch.kernel == "linear")
+    linear.arguments[3], linear.arguments[4] = linear.arguments[4], linear.arguments[3]
+    (told, *_) = differences(record, {"it": plain(found, checksums=False)})
+    assert "linear" in told and "arguments: [3]" in told

@@ -1,0 +1,122 @@
+"""Models by alias, folder, file and hub id: what is loaded, and how."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from draftahead.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from draftahead.loader import hub
+
+
+def test_a_folder_is_loaded_for_inference(tiny_folder: Path) -> None:
+    model, tokenizer = hub.load(str(tiny_folder), device="cpu")
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert not any(weight.requires_grad for weight in model.parameters())
+    assert tokenizer("w5 w7").input_ids == [5, 7]
+    own, _ = hub.load(tiny_folder, device="cpu", dtype="auto")
+    assert own.dtype == torch.bfloat16
+    chosen, _ = hub.load(tiny_folder, device="cpu", dtype=torch.float64)
+    assert chosen.dtype == torch.float64
+
+
+def test_loading_writes_nothing_unless_stderr_is_a_terminal(tiny_folder: Path) -> None:
+    code = (
+        "import sys; from draftahead.loader import hub; from transformers.utils import logging;"
+        "before = logging.get_verbosity(), logging.is_progress_bar_enabled();"
+        "hub.load(sys.argv[1], device='cpu');"
+        "assert before == (logging.get_verbosity(), logging.is_progress_bar_enabled());"
+        "assert before[1]"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(tiny_folder)],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_hub_id_is_loaded_from_safetensors_only_without_the_conversion_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DISABLE_SAFETENSORS_CONVERSION", raising=False)
+    asked: dict[str, Any] = {}
+
+    def answer(source: Any, **options: Any) -> None:
+        asked.update(options, source=source)
+
+    def refuse(source: Any, **options: Any) -> None:
+        answer(source, **options)
+        asked["service_off"] = os.environ.get("DISABLE_SAFETENSORS_CONVERSION")
+        raise OSError("seen enough")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", answer)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", answer)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ModelNotFoundError, match="seen enough"):
+        hub.load("org/name")
+    assert asked["source"] == "org/name"
+    assert asked["use_safetensors"] is True
+    assert asked["trust_remote_code"] is False
+    assert asked["local_files_only"] is False
+    assert asked["service_off"] == "1"
+    assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ
+
+
+class RunsCode:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Path.touch, (self.path,)
+
+
+def test_pickled_weights_are_never_opened(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "model.safetensors").unlink()
+    executed = tmp_path / "executed"
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(RunsCode(executed)))
+    with pytest.raises(ModelNotFoundError, match="save_pretrained"):
+        hub.load(folder)
+    assert not executed.exists()
+
+
+def test_remote_code_runs_only_when_trusted(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own_code"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    executed = tmp_path / "executed"
+    (folder / "configuration_own.py").write_text(
+        f"import pathlib\npathlib.Path({str(executed)!r}).touch()\n"
+    )
+    with pytest.raises(UnsupportedModelError, match="allow that with trust_remote_code"):
+        hub.load(folder)
+    assert not executed.exists()
+
+
+def test_unknown_devices_and_dtypes_are_refused(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown device 'gpu'"):
+        hub.load(tiny_folder, device="gpu")
+    with pytest.raises(ConfigError, match="device cuda:99 does not exist"):
+        hub.load(tiny_folder, device="cuda:99")
+    with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
+        hub.load(tiny_folder, dtype="bfloat61")

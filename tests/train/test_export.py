@@ -1,0 +1,143 @@
+"""Exported heads hold their lm_head weights; a failed write leaves the old file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import zoo
+from draftahead.backends.cpu import build
+from draftahead.backends.cpu.linear import quantize_linears, quantize_model
+from draftahead.drafters.eagle import io
+from draftahead.drafters.eagle.head import EagleHead, new_head
+from draftahead.drafters.early_exit.adapter import new_adapter
+from draftahead.drafters.medusa.heads import new_heads
+from draftahead.drafters.medusa.io import load_heads, save_heads
+from draftahead.errors import ConfigError, ModelNotFoundError
+from draftahead.models.support import text_config
+from draftahead.train.export import export_head
+from test_eagle_files import DEPTHS, MODEL, SPOKEN, a_head
+from test_runtime import shaped
+
+
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
+def target(request: pytest.FixtureRequest) -> Any:
+    if request.param == "int8" and build.library() is None:
+        pytest.skip("there are no kernels here")
+    model = shaped("llama")
+    if request.param == "int8":
+        quantize_model(model)
+    return model.bfloat16() if request.param == "bfloat16" else model
+
+
+def lm_head_of(target: Any) -> Tensor:
+    """The target's lm_head weights, dequantized."""
+    output = target.get_output_embeddings()
+    return output.dequantized() if hasattr(output, "scales") else output.weight.detach()
+
+
+def test_an_exported_eagle_head_holds_its_lm_head(target: Any, tmp_path: Path) -> None:
+    tokens = torch.arange(3, 40, 3)
+    plain = shaped("llama")
+    head = rounded(new_head(plain, tokens, depths=(1, 2)))
+    io.save(head, tmp_path / "bare", with_vocabulary=False, guesses=3)
+    description = export_head(tmp_path / "bare", target, tmp_path / "whole", name="org/name")
+    assert f"lm_head weights of {len(tokens)} tokens" in description
+    bare, whole = (load_file(tmp_path / n / MODEL) for n in ("bare", "whole"))
+    assert whole.keys() - bare.keys() == {"lm_head.weight"}
+    assert all(torch.equal(whole[name], bare[name]) for name in bare)
+    expected = lm_head_of(target)[tokens].bfloat16()
+    assert whole["lm_head.weight"].dtype == torch.bfloat16
+    assert torch.allclose(whole["lm_head.weight"], expected, atol=1e-2)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())["speculators_config"]
+    assert config["verifier"]["name_or_path"] == "org/name"
+    assert config["proposal_methods"][0]["speculative_tokens"] == 3
+    found = io.load(tmp_path / "whole", target)
+    assert torch.equal(found.lm_head.weight.bfloat16(), whole["lm_head.weight"])
+
+
+def rounded(head: EagleHead) -> EagleHead:
+    """Rounds the weights to bfloat16, so that writing a file changes nothing."""
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.copy_(weight.bfloat16())
+    return head
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_exported_medusa_heads_hold_their_lm_head(some: bool, target: Any, tmp_path: Path) -> None:
+    vocabulary = int(text_config(target).vocab_size)
+    tokens = torch.arange(3, 40, 3) if some else None
+    heads = new_heads(shaped("llama"), 2, tokens=tokens)
+    save_heads(heads, tmp_path / "bare", vocabulary=vocabulary)
+    assert "2 Medusa heads" in export_head(tmp_path / "bare", target, tmp_path / "whole")
+    found = load_heads(tmp_path / "whole", target)
+    expected = lm_head_of(target)
+    expected = expected if tokens is None else expected[tokens]
+    assert torch.allclose(found.lm_heads[0].weight.float(), expected.float(), atol=1e-2)
+    with pytest.raises(ConfigError, match="holds its lm_head weights already"):
+        export_head(tmp_path / "whole", target, tmp_path / "again")
+
+
+def test_a_quantized_head_is_written_dequantized(tmp_path: Path) -> None:
+    if build.library() is None:
+        pytest.skip("there are no kernels here")
+    model = shaped("llama")
+    head = new_head(model, torch.arange(3, 40, 3), depths=(1, 2))
+    expected = {name: value.clone() for name, value in head.state_dict().items()}
+    assert quantize_linears(head)
+    io.save(head, tmp_path, with_vocabulary=True)
+    found = io.load(tmp_path, model).state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=2e-2), name
+
+
+def test_heads_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
+    model = zoo.tiny("llama", dtype=torch.float32)
+    io.save(a_head(), tmp_path / "head", with_vocabulary=True)
+    with pytest.raises(ConfigError, match="write to another folder"):
+        export_head(tmp_path / "head", model, tmp_path / "head")
+    new_adapter(model, 2, rank=4).save(tmp_path / "exit")
+    with pytest.raises(ConfigError, match="is an early-exit adapter"):
+        export_head(tmp_path / "exit", model, tmp_path / "out")
+    with pytest.raises(ModelNotFoundError, match="no folder or file"):
+        export_head(tmp_path / "nowhere", model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    biased = zoo.tiny("phi", dtype=torch.float32)
+    save_heads(new_heads(biased, 2), tmp_path / "medusa", vocabulary=zoo.VOCABULARY)
+    io.save(new_head(biased, SPOKEN, depths=DEPTHS), tmp_path / "e", with_vocabulary=False)
+    for folder in ("medusa", "e"):
+        with pytest.raises(ConfigError, match="head has a bias"):
+            export_head(tmp_path / folder, biased, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "exit"])
+def test_a_failed_write_leaves_the_old_file(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.tiny("llama", dtype=torch.float32)
+    write: dict[str, Callable[[], None]] = {
+        "eagle": lambda: io.save(a_head(), tmp_path, with_vocabulary=True),
+        "medusa": lambda: save_heads(new_heads(model, 2), tmp_path, vocabulary=97),
+        "exit": lambda: new_adapter(model, 2, rank=4).save(tmp_path),
+    }
+    write[kind]()
+    (file,) = tmp_path.glob("*.safetensors")
+    before = file.read_bytes()
+
+    def half(tensors: Any, place: Path, **_: Any) -> None:
+        place.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("draftahead.drafters.head_files.save_file", half)
+    with pytest.raises(OSError, match="full"):
+        write[kind]()
+    assert file.read_bytes() == before
