@@ -162,6 +162,27 @@ def test_fault_in_what_a_drafter_reports_of_itself(target: Any, expected: Any) -
     assert llm.explain()
 
 
+def test_an_object_with_the_three_methods_is_a_drafter(target: Any, expected: Any) -> None:
+    """It need not subclass Drafter."""
+
+    class ThreeMethods:
+        def propose(self, batch: Batch) -> Draft:
+            return chain(batch, [1, 2])
+
+        def learn(self, *args: Any) -> None: ...
+
+        def release(self, *args: Any) -> None: ...
+
+    llm = LLM(target, drafter=ThreeMethods())  # type: ignore[arg-type]
+    llm.engine._launches_ahead = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outs = llm.generate(zoo.ragged_prompts(3), GREEDY)
+    assert [out.token_ids for out in outs] == expected[GREEDY]
+    assert all(out.stats.drafted for out in outs)
+    assert llm.explain()
+
+
 def test_a_drafter_cannot_change_what_it_is_shown(target: Any, expected: Any) -> None:
     """`learn` gets copies of the draft and of the verdict."""
 
