@@ -1,4 +1,4 @@
-"""Shared by all tests. One thread: tiny tensors gain nothing from more, and bits stay put."""
+"""Shared by all tests. One thread: tiny tensors gain nothing from more, and sums are the same."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where there is no GPU its tests are not there either."""
+    """Without a GPU its tests are not collected."""
     if not torch.cuda.is_available():
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
 
 
 @pytest.fixture
 def generous_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is proposed is scored, whatever it costs: for tests of what comes of it."""
+    """Everything that is proposed is verified, whatever it costs: for tests of the result."""
     from draftahead.control import policy
 
     monkeypatch.setattr(policy.Policy, "width", lambda self, rows: 1 + max(map(len, rows)))
     monkeypatch.setattr(policy.Guard, "closed", lambda self: False)
-    monkeypatch.setattr(policy.Costs, "of", lambda self, rows: 1e6)  # drafting is as nothing
+    # Next to a forward, drafting costs nothing.
+    monkeypatch.setattr(policy.Costs, "of", lambda self, rows: 1e6)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,13 @@
-"""A world of four tokens in which every distribution can be enumerated.
+"""A target and a drafter over four tokens, for which every distribution can be enumerated.
 
-The real draft sampler and the real acceptance rules run here; only randomness is taken out of their
-hands. A draw is replaced by all its outcomes, each with its probability, and so is an acceptance
-test. The result is the exact distribution of whole outputs, to be compared with the target's own.
+The real draft sampler and the real acceptance rules run here; only their randomness is replaced. A
+sample is replaced by all its outcomes, each with its probability, and so is an acceptance test. The
+result is the exact distribution of whole outputs, to be compared with the target's own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -17,22 +18,41 @@ from unittest import mock
 
 import torch
 
-from draftahead.core.detokenizer import Detokenizer
-from draftahead.core.draft import Draft
+from draftahead.core import tree
+from draftahead.core.detokenizer import Detokenizer, no_text
+from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import Batch, ForwardOutput, Request, SequenceState
 from draftahead.sampling import accept, draft_sampler, noise, processors
 from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import NodeContext
 
-VOCABULARY = 4
+VOCAB_SIZE = 4
 END = 3
 Distribution = dict[tuple[int, ...], float]
+
+PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+PARAMS = {
+    "plain": PLAIN,
+    "penalties": SamplingParams(
+        temperature=0.8,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        repetition_penalty=1.7,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        min_tokens=2,
+    ),
+    "truncated": SamplingParams(
+        temperature=1.3, top_k=3, top_p=0.9, min_p=0.02, repetition_penalty=1.2
+    ),
+}
 
 
 @dataclass(frozen=True)
 class World:
-    """A target and a drafter whose logits depend on the whole prefix, zeros included."""
+    """A target and a drafter whose logits depend on the whole prefix; some are -inf."""
 
     seed: int
     params: SamplingParams
@@ -40,44 +60,49 @@ class World:
     drafter_equals_target: bool = False
 
     @functools.cache  # noqa: B019
-    def logits(self, who: str, prefix: tuple[int, ...]) -> torch.Tensor:
+    def logits(self, model: str, prefix: tuple[int, ...]) -> torch.Tensor:
+        """`model`: "target" or "drafter"."""
         if self.drafter_equals_target:
-            who = "target"
-        key = noise.rng_key(self.seed, len(who), *prefix)
+            model = "target"
+        key = noise.rng_key(self.seed, len(model), *prefix)
         generator = torch.Generator().manual_seed(key)
-        values = 2.0 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+        values = 2.0 * torch.randn(VOCAB_SIZE, generator=generator, dtype=torch.float64)
         # One or two impossible tokens, others for the drafter than for the target.
-        banned = torch.randperm(VOCABULARY, generator=generator)[: 1 + key % 2]
+        banned = torch.randperm(VOCAB_SIZE, generator=generator)[: 1 + key % 2]
         return values.index_fill(0, banned, -torch.inf)
 
     def sequence(self) -> SequenceState:
         request = Request(self.prompt, self.params, seed=0, eos_token_ids=frozenset({END}))
-        tail = Detokenizer(lambda ids: "")
-        return SequenceState(request, 0, 0, 0, list(self.prompt), tail)
+        return SequenceState(request, 0, 0, 0, list(self.prompt), Detokenizer(no_text))
+
+    def batch(self, *sequences: SequenceState, max_depth: int = 9) -> Batch:
+        depths = (max_depth,) * len(sequences)
+        sampler = RecordedDraftSampler(sequences, depths, VOCAB_SIZE, "distribution")
+        return Batch(sequences, depths, sampler)
 
     @functools.cache  # noqa: B019
     def probs(self, path: tuple[int, ...]) -> torch.Tensor:
-        """The target's own probs after the prompt and a path."""
+        """The target's distribution after the prompt and a path."""
         context = NodeContext(self.sequence(), path)
         return processors.probs_of(self.logits("target", self.prompt + path)[None], [context])[0]
 
     def output_distribution(self, length: int) -> Distribution:
-        """Of plain decoding: all texts of `length` tokens, shorter ones where END comes."""
+        """Of plain decoding: all texts of `length` tokens, or shorter ones that end with END."""
         found: Distribution = {}
-        for text in itertools.product(range(VOCABULARY), repeat=length):
-            probability, said = 1.0, 0
-            for said, token in enumerate(text, start=1):
-                probability *= float(self.probs(text[: said - 1])[token])
+        for text in itertools.product(range(VOCAB_SIZE), repeat=length):
+            probability, length_used = 1.0, 0
+            for length_used, token in enumerate(text, start=1):
+                probability *= float(self.probs(text[: length_used - 1])[token])
                 if token == END:
                     break
-            found[text[:said]] = probability  # the same for all that continue an ended text
+            found[text[:length_used]] = probability  # the same for all continuations of it
         return {text: p for text, p in found.items() if p > 0}
 
 
 @contextmanager
 def scripted(script: list[Any], record: list[tuple[str, torch.Tensor]]) -> Iterator[None]:
-    """Acceptance tests pass as the script says; the probability of each is recorded, and the
-    distribution of the final draw."""
+    """Acceptance tests pass as `script` gives it; the probability of each is recorded, and the
+    distribution that the target's own token is sampled from."""
     bits = iter(script)
 
     def accepts(probability: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -86,7 +111,7 @@ def scripted(script: list[Any], record: list[tuple[str, torch.Tensor]]) -> Itera
         return torch.tensor(flat).view(probability.shape)
 
     def sample_gumbel(probs: torch.Tensor, keys: list[int]) -> torch.Tensor:
-        record.append(("draw", probs.detach().clone()))
+        record.append(("sample", probs.detach().clone()))
         return torch.zeros(len(probs), dtype=torch.long)
 
     with (
@@ -97,21 +122,17 @@ def scripted(script: list[Any], record: list[tuple[str, torch.Tensor]]) -> Itera
 
 
 def verdicts(
-    draft: Draft, world: World, sequence: SequenceState, rule: accept.AcceptanceRule
+    draft: Draft | DeviceDraft,
+    world: World,
+    sequence: SequenceState,
+    rule: accept.AcceptanceRule,
 ) -> Iterator[tuple[float, list[int], torch.Tensor]]:
     """Every outcome of the acceptance tests: probability, accepted tokens, distribution of the own
     token."""
     known, _ = draft.read(torch.empty(1, 0, dtype=torch.long))
-    tokens, parents = known.tokens[0], known.parents[0]
-    paths: list[tuple[int, ...]] = [()]
-    for node in range(1, len(tokens)):
-        paths.append((*paths[parents[node]], tokens[node]))
+    paths = tree.paths(known.tokens[0], known.parents[0])
     logits = torch.stack([world.logits("target", world.prompt + path) for path in paths])[None]
-    batch = Batch(
-        (sequence,),
-        (len(tokens),),
-        RecordedDraftSampler([sequence], [0], VOCABULARY, "distribution"),
-    )
+    batch = world.batch(sequence)
     pending: list[list[bool]] = [[]]
     while pending:
         script = pending.pop()
@@ -125,48 +146,76 @@ def verdicts(
             pending += [[*script, False], [*script, True]]
             continue
         probability = 1.0
-        chances = [c for kind, t in record if kind == "test" for c in t.flatten().tolist()]
+        chances = [p for kind, t in record if kind == "test" for p in t.flatten().tolist()]
         for bit, chance in zip(script, chances, strict=True):
             probability *= chance if bit else 1 - chance
-        own = [probs for kind, probs in record if kind == "draw"][-1][0]
+        own = [probs for kind, probs in record if kind == "sample"][-1][0]
         if probability:
             yield probability, verdict.tokens[0][:-1], own
 
 
-Mangle = Callable[[Draft], Draft]
+Corrupt = Callable[[Draft], Draft]
 
 
-def drafts(
-    world: World, depth: int, chooser: str = "sampled"
-) -> Iterator[tuple[float, Draft, SequenceState]]:
-    """Every chain the real dice can draw, with its probability. A chain ends with END."""
-    for forced in itertools.product(range(VOCABULARY), repeat=depth):
+def sampled_drafts(
+    world: World, depth: int, choose: str = "sampled"
+) -> Iterator[tuple[float, DeviceDraft, SequenceState]]:
+    """Every chain that the real draft sampler can draw, with its probability. A chain ends with
+    END. `choose`: "argmax" takes the most likely token instead of a sample, which is wrong."""
+    for forced in itertools.product(range(VOCAB_SIZE), repeat=depth):
         sequence = world.sequence()
-        dice = RecordedDraftSampler([sequence], [depth], VOCABULARY, "distribution")
+        sampler = RecordedDraftSampler([sequence], [depth], VOCAB_SIZE, "distribution")
         probability = 1.0
-        for index in range(depth):
-            path = tuple(dice.chains[0])
-            going = torch.tensor([END not in path])
+        for token in forced:
+            path = tuple(sampler.chains[0])
+            active = torch.tensor([END not in path])
             logits = world.logits("drafter", world.prompt + path)[None]
             with mock.patch.object(
-                draft_sampler,
-                "sample_gumbel",
-                lambda probs, keys, t=forced[index]: torch.tensor([t]),
+                draft_sampler, "sample_gumbel", lambda probs, keys, t=token: torch.tensor([t])
             ):
-                dice.draw(logits, going)
-            if not going:
+                sampler.draw(logits, active)
+            if not active:
                 # The rest of the chain was never drawn: count this draft once only.
-                probability *= float(forced[index] == 0)
+                probability *= float(token == 0)
                 continue
-            probs = dice.probs[-1][0]
-            if chooser == "argmax":
-                probability *= float(int(probs.argmax()) == forced[index])
+            probs = sampler.probs[-1][0]
+            if choose == "argmax":
+                probability *= float(int(probs.argmax()) == token)
             else:
-                probability *= float(probs[forced[index]])
+                probability *= float(probs[token])
         if probability:
-            draft = dice.draft()
+            draft = sampler.draft()
             assert draft is not None
             yield probability, draft, sequence
+
+
+def sibling_trees(world: World) -> list[tuple[float, Draft]]:
+    """Every tree of this shape, with its probability: two children of the root drawn without
+    replacement, two below the first of them, and one below the first of those."""
+    prompt, found = world.prompt, []
+
+    def drafter_probs(path: tuple[int, ...]) -> torch.Tensor:
+        return world.logits("drafter", prompt + path).softmax(-1)
+
+    def pairs(path: tuple[int, ...]) -> Iterator[tuple[float, int, int]]:
+        """Two different tokens, and the probability that they are drawn in this order."""
+        q = drafter_probs(path)
+        for one, other in itertools.permutations(range(VOCAB_SIZE), 2):
+            if q[one] > 0 and q[other] > 0 and q[one] < 1:
+                yield float(q[one] * q[other] / (1 - q[one])), one, other
+
+    nothing = torch.zeros(VOCAB_SIZE, dtype=torch.float64)
+    for at_root, a, b in pairs(()):
+        for below_a, c, d in pairs((a,)):
+            for e in range(VOCAB_SIZE):
+                probability = at_root * below_a * float(drafter_probs((a, c))[e])
+                if probability > 0:
+                    guesses = [(a, 0), (b, 0), (c, 1), (d, 1), (e, 3)]
+                    q = [drafter_probs(()), drafter_probs((a,)), nothing, drafter_probs((a, c))]
+                    probs = torch.stack([*q, nothing, nothing])[None]
+                    draft = Draft.trees([prompt[-1]], [guesses])
+                    found.append((probability, dataclasses.replace(draft, probs=probs)))
+    return found
 
 
 def drafted_distribution(
@@ -174,13 +223,15 @@ def drafted_distribution(
     depth: int,
     rule: accept.AcceptanceRule,
     *,
-    chooser: str = "sampled",
-    mangle: Mangle | None = None,
+    choose: str = "sampled",
+    corrupt: Corrupt | None = None,
 ) -> Distribution:
-    """The exact probs of the first depth + 1 tokens: one drafted step, then plain decoding."""
+    """The exact distribution of depth + 1 tokens: one drafted step, then plain decoding."""
     found: Distribution = {}
-    for probability, drawn, sequence in drafts(world, depth, chooser):
-        draft = mangle(drawn) if mangle else drawn
+    for probability, drawn, sequence in sampled_drafts(world, depth, choose):
+        draft: Draft | DeviceDraft = drawn
+        if corrupt:
+            draft = corrupt(drawn.read(drawn.token_tensor[:, :0])[0])
         add_step(found, probability, draft, world, sequence, rule, depth + 1)
     return {text: p for text, p in found.items() if p > 1e-15}
 
@@ -188,14 +239,15 @@ def drafted_distribution(
 def add_step(
     found: Distribution,
     probability: float,
-    draft: Draft,
+    draft: Draft | DeviceDraft,
     world: World,
     sequence: SequenceState,
     rule: accept.AcceptanceRule,
     length: int,
 ) -> None:
+    """Adds all outcomes of a step with this draft, continued by plain decoding to `length`."""
     for chance, accepted, own in verdicts(draft, world, sequence, rule):
-        for token in range(VOCABULARY):
+        for token in range(VOCAB_SIZE):
             weight = probability * chance * float(own[token] / own.sum())
             if weight:
                 _finish(found, weight, (*accepted, token), world, length)
@@ -204,7 +256,7 @@ def add_step(
 def _finish(
     found: Distribution, weight: float, text: tuple[int, ...], world: World, length: int
 ) -> None:
-    """Goes on plainly to `length` tokens; an END inside what was emitted cuts it."""
+    """Plain decoding up to `length` tokens; an END among the emitted tokens cuts them."""
     if END in text:
         text = text[: text.index(END) + 1]
         found[text] = found.get(text, 0.0) + weight
@@ -216,6 +268,10 @@ def _finish(
                 _finish(found, weight * chance, (*text, token), world, length)
 
 
-def distance(one: Distribution, other: Distribution) -> float:
-    """Total variation."""
+def total_variation(one: Distribution, other: Distribution) -> float:
     return sum(abs(one.get(t, 0.0) - other.get(t, 0.0)) for t in one.keys() | other.keys()) / 2
+
+
+def context_of(**params: object) -> NodeContext:
+    """The root of a sequence with such sampling parameters, everything else switched off."""
+    return NodeContext(World(0, dataclasses.replace(PLAIN, **params)).sequence())  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -73,15 +74,26 @@ class GuardedDrafter:
     def release(self, sequence: SequenceState) -> None:
         self._guarded(lambda: self.drafter.release(sequence), None)
 
+    # What follows is optional: an object that does not subclass Drafter may lack it.
+
+    @property
+    def adaptive(self) -> bool:
+        return self._guarded(lambda: bool(getattr(self.drafter, "adaptive", False)), False)
+
     def idle_work(self) -> None:
-        self._guarded(self.drafter.idle_work, None)
+        self._guarded(lambda: getattr(self.drafter, "idle_work", _nothing)(), None)
 
     @property
     def expected_offer(self) -> Offer | None:
-        return self._guarded(lambda: self.drafter.expected_offer, None)
+        return self._guarded(self._expected_offer, None)
+
+    def _expected_offer(self) -> Offer | None:
+        if inspect.getattr_static(self.drafter, "expected_offer", None) is None:
+            return None
+        return self.drafter.expected_offer
 
     def explain(self) -> list[str]:
-        return self._guarded(self.drafter.explain, [])
+        return self._guarded(lambda: getattr(self.drafter, "explain", list)(), [])
 
     def _guarded(self, call: Callable[[], Result], otherwise: Result) -> Result:
         try:
@@ -96,6 +108,10 @@ class GuardedDrafter:
                 self._warned = True
                 warnings.warn(message, DrafterFaultWarning, stacklevel=2)
             return otherwise
+
+
+def _nothing() -> None:
+    return
 
 
 def _copied(lists: list[list[Item]]) -> list[list[Item]]:

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from draftahead import drafters
 from draftahead.drafters.base import Drafter, DrafterContext
@@ -19,6 +19,7 @@ from draftahead.errors import ConfigError, UnknownDrafterError, nearest
 
 _REGISTRY: dict[str, Callable[..., Drafter]] = {}
 _SYNONYMS: dict[str, str] = {}
+REQUIRED = ("propose", "learn", "release")
 Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 
@@ -50,7 +51,7 @@ def names() -> list[str]:
 
 def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) -> Drafter:
     """A drafter from a name, a configuration with vLLM's keys, or a drafter itself."""
-    if isinstance(wanted, Drafter) and not isinstance(wanted, type):
+    if _is_drafter(wanted):
         return wanted
     if isinstance(wanted, str):
         wanted = {"method": wanted}
@@ -81,3 +82,10 @@ def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) ->
             hint = nearest(key, known) if known else " (it takes none)"
             raise ConfigError(f"drafter {name!r} has no option {key!r}{hint}")
     return maker(context, **options)
+
+
+def _is_drafter(wanted: Any) -> TypeGuard[Drafter]:
+    """Whether an object has the methods that a drafter must have; the others are optional. An
+    `isinstance` check of the protocol would also run its properties, which may fail."""
+    methods = (inspect.getattr_static(wanted, name, None) for name in REQUIRED)
+    return not isinstance(wanted, type) and all(method is not None for method in methods)

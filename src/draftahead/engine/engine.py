@@ -64,7 +64,7 @@ class Engine:
         self.policy = Policy()
         self._guarded = GuardedDrafter(drafter, verifier.vocab_size, verifier.verifies_device_draft)
         self._is_plain = isinstance(drafter, NoDrafter)
-        self._adaptive = drafter.adaptive  # the policy decides whether it is asked
+        self._adaptive = self._guarded.adaptive  # the policy decides whether it is asked
         self._ids = itertools.count()
         # A device computes the next forward while the host is busy with the rest of a step.
         self._launches_ahead = device_of(verifier.runner.device).is_gpu
