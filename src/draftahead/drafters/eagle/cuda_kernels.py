@@ -200,9 +200,11 @@ def branch(
     lane = tl.arange(0, CHILDREN * TILE)
     place = lane % TILE
     for rank in tl.static_range(CHILDREN):
-        best = tl.argmax(top, 0)
+        largest, best = tl.max(top, 0, return_indices=True)
         top = tl.where(tile == best, float("-inf"), top)
-        place = tl.where(lane // TILE == rank, best * TILE + place, place)
+        # Where no tile is left, the first would be found again, and its tokens join twice.
+        start = tl.where(largest > float("-inf"), best * TILE, TOKENS)
+        place = tl.where(lane // TILE == rank, start + place, place)
     said_of = logits + row.to(tl.int64) * TOKENS + place
     value = tl.load(said_of, mask=place < TOKENS, other=float("-inf")).to(tl.float32)
     value = tl.where(value == value, value, float("-inf"))

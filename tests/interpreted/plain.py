@@ -1,0 +1,97 @@
+"""What the kernels compute, in plain torch, and models to compute it with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftahead.backends.cuda.layers import CudaLayers
+from draftahead.backends.llama_spec import recognise
+from draftahead.kv.cache import KVCache, LayerKVShape
+
+DTYPES = [torch.float16, torch.bfloat16]
+CPU = torch.device("cpu")
+ENTRIES = 320  # KV entries of a slot
+NAMES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+# 192 inputs are no multiple of a tile of 128, and 300 outputs none of a tile of 16.
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 192,
+    "intermediate_size": 192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": ENTRIES,
+}
+
+
+def randomised(module: Any, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            mean, scatter_to_vocab = (1.0, 0.1) if "norm" in name else (0.0, 0.12)
+            parameter.copy_(
+                mean + scatter_to_vocab * torch.randn(parameter.shape, generator=generator)
+            )
+    return module
+
+
+def model(kind: str, dtype: torch.dtype, **sizes: Any) -> Any:
+    more = {"sliding_window": 40} if kind == "mistral" else {}
+    config = getattr(transformers, f"{NAMES[kind]}Config")(**(SIZES | more | sizes))
+    made = getattr(transformers, f"{NAMES[kind]}ForCausalLM")(config).eval()
+    return randomised(made).to(dtype)
+
+
+def layers(kind: str, dtype: torch.dtype, slots: int = 3, **sizes: Any) -> CudaLayers:
+    target = model(kind, dtype, **sizes)
+    c = target.config
+    shapes = [LayerKVShape(c.num_key_value_heads, c.head_dim, c.num_key_value_heads, c.head_dim)]
+    cache = KVCache(shapes * c.num_hidden_layers, slots, ENTRIES, dtype, CPU)
+    call = {"sliding_window": getattr(c, "sliding_window", None)}
+    shape = recognise(target, cache, dict.fromkeys(range(c.num_hidden_layers), call))
+    positions = torch.arange(ENTRIES)[None]
+    cos, sin = shape.rotary(shape.embed.weight[None, :1], positions)
+    return CudaLayers(shape, cache, (cos[0], sin[0]))
+
+
+def noise(*size: int, seed: int = 1, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(found: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    """Up to roundings to half precision; what is not finite must be the same."""
+    found, truth = found.detach().double(), truth.detach().double()
+    finite = truth.isfinite()
+    assert torch.equal(found.isfinite(), finite)
+    assert torch.equal(found.isnan(), truth.isnan())
+    gap = (found - truth)[finite].norm() / truth[finite].norm()
+    assert float(gap) < (2e-3 if dtype == torch.float16 else 1.2e-2), float(gap)
+
+
+def assert_exact(found: Tensor, truth: Tensor) -> None:
+    """For float32 sums in another order."""
+    assert torch.allclose(found.float(), truth.float(), rtol=2e-5, atol=1e-6), (found, truth)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def ancestor_bits(parents: list[int]) -> list[int]:
+    found: list[int] = []
+    for node, parent in enumerate(parents):
+        found.append((found[parent] if parent >= 0 else 0) | 1 << node)
+    return found
