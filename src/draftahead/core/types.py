@@ -143,9 +143,14 @@ class Batch:
 
     sequences: tuple[SequenceState, ...]
     max_depths: tuple[int, ...]  # how deep the draft of each sequence may be
-    draft_sampler: DraftSampler
+    sampler: DraftSampler | None = None  # there when the drafter is asked
     exact: Exact = "distribution"
     step_cost: StepCost | None = None  # for drafters that weigh what they do
+
+    @property
+    def draft_sampler(self) -> DraftSampler:
+        assert self.sampler is not None, "only a drafter that is asked may sample"
+        return self.sampler
 
     @property
     def roots(self) -> list[int]:

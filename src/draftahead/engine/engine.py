@@ -20,7 +20,6 @@ from draftahead.core.types import (
     ForwardOutput,
     Request,
     SequenceState,
-    TokenLogprob,
     Verdict,
 )
 from draftahead.drafters.base import Drafter
@@ -29,8 +28,8 @@ from draftahead.drafters.none import NoDrafter
 from draftahead.engine.scheduler import Scheduler
 from draftahead.models.verifier import Verifier
 from draftahead.sampling.accept import AcceptanceRule, accept
-from draftahead.sampling.noise import NodeContext, rng_key
-from draftahead.sampling.sample import token_logprobs
+from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from draftahead.sampling.noise import rng_key
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Engine:
         step.timer.lap("verify")
         if step.asked:
             self._learn(step, draft, verdict)
-        kept = self.scheduler.update(step.batch, verdict, self._logprobs(step, verdict))
+        kept = self.scheduler.update(step.batch, verdict, step.output)
         for sequence in step.batch.sequences:
             if sequence.finish_reason is not None:
                 self.release(sequence)
@@ -108,11 +107,12 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return None
-        timer, asked = StepTimer(), False
-        if not self._is_plain:
-            batch = replace(batch, step_cost=self.policy.begin(batch))
-            asked = self._is_asked(batch)
-        proposed, draft = self._propose(batch) if asked else (None, Draft.root_only(batch.roots))
+        proposed: Draft | None = None
+        draft: Draft | DeviceDraft = Draft.root_only([s.tokens[-1] for s in batch.sequences])
+        timer, asked = StepTimer(), not self._is_plain and self._is_asked(batch)
+        if asked:
+            batch = self._with_drafting(batch)
+            proposed, draft = self._propose(batch)
         timer.lap("draft")
         output = self.verifier.forward(batch, draft)
         timer.lap("verify")
@@ -124,7 +124,15 @@ class Engine:
             return False
         if not self._adaptive:
             return True
+        self.policy.begin(batch)
         return self.policy.asks(len(batch.sequences), self._guarded.expected_offer)
+
+    def _with_drafting(self, batch: Batch) -> Batch:
+        """The batch with what a drafter needs: a sampler, and what a step costs."""
+        sampler = RecordedDraftSampler(
+            batch.sequences, batch.max_depths, self.verifier.vocab_size, self.exact
+        )
+        return replace(batch, sampler=sampler, step_cost=self.policy.begin(batch))
 
     def _propose(self, batch: Batch) -> tuple[Draft | None, Draft | DeviceDraft]:
         """What the drafter proposes with confidence, and the part of its draft that is verified."""
@@ -162,17 +170,6 @@ class Engine:
             step.timer.move("verify", "draft", step.draft.timer.laps()[-1])
         self._guarded.learn(step.batch, draft, step.output, verdict)
         step.timer.lap("draft")
-
-    def _logprobs(self, step: InFlightStep, verdict: Verdict) -> dict[int, list[TokenLogprob]]:
-        """For the sequences that ask: of every token that this step emits, at its node."""
-        found = {}
-        for b, sequence in enumerate(step.batch.sequences):
-            if sequence.params.logprobs is not None:
-                tokens = verdict.tokens[b]
-                contexts = [NodeContext(sequence, tuple(tokens[:i])) for i in range(len(tokens))]
-                nodes = verdict.paths[b][: len(tokens)]
-                found[b] = token_logprobs(step.output.logits[b, nodes], contexts, tokens)
-        return found
 
     def _record(self, step: InFlightStep, draft: Draft, verdict: Verdict, kept: list[int]) -> None:
         """Counts the step in each sequence's stats, and lets the policy observe it."""

@@ -10,9 +10,17 @@ from collections import deque
 from collections.abc import Iterable
 
 from draftahead.core.stats import StepTimer
-from draftahead.core.types import Batch, Exact, SequenceState, TokenLogprob, Verdict
+from draftahead.core.types import (
+    Batch,
+    Exact,
+    ForwardOutput,
+    SequenceState,
+    TokenLogprob,
+    Verdict,
+)
 from draftahead.models.verifier import Verifier
-from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from draftahead.sampling.noise import NodeContext
+from draftahead.sampling.sample import token_logprobs
 
 
 class Scheduler:
@@ -35,9 +43,7 @@ class Scheduler:
             return None
         sequences = tuple(self.running)
         max_depths = tuple(map(self._max_depth, sequences))
-        vocab_size = self._verifier.vocab_size
-        sampler = RecordedDraftSampler(sequences, max_depths, vocab_size, self._exact)
-        return Batch(sequences, max_depths, sampler, self._exact)
+        return Batch(sequences, max_depths, exact=self._exact)
 
     def _admit(self) -> None:
         """Gives the next waiting sequence a slot and fills it: with what another sample of the same
@@ -81,18 +87,20 @@ class Scheduler:
 
     # ------------------------------------------------------------------------ after a verdict
 
-    def update(
-        self, batch: Batch, verdict: Verdict, logprobs: dict[int, list[TokenLogprob]]
-    ) -> list[int]:
+    def update(self, batch: Batch, verdict: Verdict, output: ForwardOutput) -> list[int]:
         """Appends the emitted tokens, each checked for being the last; what follows it is dropped.
         Returns how many drafted tokens each sequence keeps."""
         kept = []
         for b, sequence in enumerate(batch.sequences):
-            accepted, before = len(verdict.paths[b]) - 1, len(sequence.drafted)
-            for index, token in enumerate(verdict.tokens[b]):
-                if b in logprobs:
-                    sequence.logprobs.append(logprobs[b][index])
-                self._append(sequence, token, drafted=index < accepted)
+            tokens, path, before = verdict.tokens[b], verdict.paths[b], len(sequence.drafted)
+            logprobs: list[TokenLogprob] = []
+            if sequence.params.logprobs is not None:  # of each token at the node it follows
+                contexts = [NodeContext(sequence, tuple(tokens[:i])) for i in range(len(tokens))]
+                logits = output.logits[b, path[: len(tokens)]]
+                logprobs = token_logprobs(logits, contexts, tokens)
+            for index, token in enumerate(tokens):
+                sequence.logprobs += logprobs[index : index + 1]
+                self._append(sequence, token, drafted=index < len(path) - 1)
                 if sequence.finish_reason is not None:
                     break
             if b in verdict.errors and sequence.finish_reason is None:

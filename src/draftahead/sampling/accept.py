@@ -68,12 +68,12 @@ def accept_matching(
 ) -> tuple[Verdict, Draft]:
     """Descends while a child holds the target's own token: all trees together, one level at a
     time."""
+    verdict = _empty_verdict(batch)
     known, own = _own_tokens_everywhere(draft, output, batch)
     children = [
         {(known.parents[b][n], known.tokens[b][n]): n for n in range(size - 1, 0, -1)}
         for b, size in enumerate(known.num_nodes)
     ]
-    verdict = _empty_verdict(batch)
     active = list(range(len(batch.sequences)))
     while active:
         nodes = [verdict.paths[b][-1] for b in active]

@@ -83,12 +83,12 @@ class CpuDecoder:
         """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] without logits. See Backend.forward."""
         assert not isinstance(parents, DeviceTree)
         num_slots, num_nodes = tokens.shape
-        parents = parents or [range(-1, num_nodes - 1)] * num_slots
         all_layers = self._all_layers or self
         # Any forward may overwrite the KV entries of an earlier draft.
         lower, all_layers._lower_layers = all_layers._lower_layers, None
         hidden = self._spec.embed(tokens).contiguous()
         nodes = self._nodes(hidden, kv_lens, parents, cache_slice)
+        parents = parents or [range(-1, num_nodes - 1)] * num_slots
         vocab_size = self._model.lm_head.out_features if with_logits else 0
         outputs = Outputs.empty(num_slots, num_nodes, vocab_size)
         captured = self._captured(num_slots, num_nodes)
@@ -118,10 +118,16 @@ class CpuDecoder:
         self,
         hidden: Tensor,
         kv_lens: Sequence[int],
-        parents: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None,
         cache_slice: CacheSlice,
     ) -> Nodes:
-        depths = torch.tensor([tree.depths(one) for one in parents])
+        if parents is None:  # chains: every earlier node is an ancestor
+            index = torch.arange(hidden.shape[1])
+            depths = index.repeat(len(hidden), 1)
+            ancestors = (1 << index).cumsum(0).repeat(len(hidden), 1)
+        else:
+            depths = torch.tensor([tree.depths(one) for one in parents])
+            ancestors = torch.tensor([tree.ancestor_bits(one) for one in parents])
         starts = torch.tensor(kv_lens)
         positions = (starts[:, None] + depths).clamp(max=cache_slice.last_position)
         cos, sin = (
@@ -134,7 +140,7 @@ class CpuDecoder:
             num_context_tokens=cache_slice.num_context_tokens,
             kv_lens=starts,
             depths=depths.to(torch.int32),
-            ancestors=torch.tensor([tree.ancestor_bits(one) for one in parents]),
+            ancestors=ancestors,
             cos=cos,
             sin=sin,
         )
