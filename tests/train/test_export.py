@@ -23,15 +23,15 @@ from draftahead.drafters.medusa.io import load_heads, save_heads
 from draftahead.errors import ConfigError, ModelNotFoundError
 from draftahead.models.support import text_config
 from draftahead.train.export import export_head
+from llama_shaped import llama_shaped
 from test_eagle_files import DEPTHS, MODEL, SPOKEN, a_head
-from test_runtime import shaped
 
 
 @pytest.fixture(params=["float32", "bfloat16", "int8"])
 def target(request: pytest.FixtureRequest) -> Any:
     if request.param == "int8" and build.library() is None:
         pytest.skip("there are no kernels here")
-    model = shaped("llama")
+    model = llama_shaped("llama")
     if request.param == "int8":
         quantize_model(model)
     return model.bfloat16() if request.param == "bfloat16" else model
@@ -45,7 +45,7 @@ def lm_head_of(target: Any) -> Tensor:
 
 def test_an_exported_eagle_head_holds_its_lm_head(target: Any, tmp_path: Path) -> None:
     tokens = torch.arange(3, 40, 3)
-    plain = shaped("llama")
+    plain = llama_shaped("llama")
     head = rounded(new_head(plain, tokens, depths=(1, 2)))
     io.save(head, tmp_path / "bare", with_vocabulary=False, guesses=3)
     description = export_head(tmp_path / "bare", target, tmp_path / "whole", name="org/name")
@@ -75,7 +75,7 @@ def rounded(head: EagleHead) -> EagleHead:
 def test_exported_medusa_heads_hold_their_lm_head(some: bool, target: Any, tmp_path: Path) -> None:
     vocabulary = int(text_config(target).vocab_size)
     tokens = torch.arange(3, 40, 3) if some else None
-    heads = new_heads(shaped("llama"), 2, tokens=tokens)
+    heads = new_heads(llama_shaped("llama"), 2, tokens=tokens)
     save_heads(heads, tmp_path / "bare", vocabulary=vocabulary)
     assert "2 Medusa heads" in export_head(tmp_path / "bare", target, tmp_path / "whole")
     found = load_heads(tmp_path / "whole", target)
@@ -89,7 +89,7 @@ def test_exported_medusa_heads_hold_their_lm_head(some: bool, target: Any, tmp_p
 def test_a_quantized_head_is_written_dequantized(tmp_path: Path) -> None:
     if build.library() is None:
         pytest.skip("there are no kernels here")
-    model = shaped("llama")
+    model = llama_shaped("llama")
     head = new_head(model, torch.arange(3, 40, 3), depths=(1, 2))
     expected = {name: value.clone() for name, value in head.state_dict().items()}
     assert quantize_linears(head)
