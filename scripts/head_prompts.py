@@ -24,7 +24,7 @@ LISTS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").
 class Writer:
     def __init__(self, llm: LLM, share: float, seed: int) -> None:
         self.llm, self.share, self.seed = llm, share, seed
-        self.dice = random.Random(seed)
+        self.random = random.Random(seed)
         template = llm.tokenizer.apply_chat_template(
             [{"role": "user", "content": "@"}], tokenize=False
         )
@@ -35,7 +35,7 @@ class Writer:
         return round(self.share * whole)
 
     def one(self, name: str) -> str:
-        return self.dice.choice(LISTS[name])
+        return self.random.choice(LISTS[name])
 
     def go_on(self, openings: list[str], most: int, *, ended: bool) -> list[str]:
         """The openings, each with what the model makes of it; without those that came to no end."""
@@ -80,18 +80,18 @@ class Writer:
         long = [self._summary(told) for _ in range(self.count(7000))]
         long += [self._passages(told, asked) for _ in range(self.count(7000))]
         found = list(dict.fromkeys(chat + asked + sums + code + german + long))
-        self.dice.shuffle(found)
+        self.random.shuffle(found)
         return found
 
     def _named(self, text: str) -> str:
-        one, other = self.dice.sample(LISTS["names"], 2)
+        one, other = self.random.sample(LISTS["names"], 2)
         return text.format(n=one, m=other)
 
     def _sum(self) -> str:
-        a, b, c, d = (self.dice.randint(2, 60) for _ in range(4))
-        n, m = self.dice.sample(LISTS["names"], 2)
-        t = self.dice.choice(LISTS["things"])
-        return self.dice.choice(
+        a, b, c, d = (self.random.randint(2, 60) for _ in range(4))
+        n, m = self.random.sample(LISTS["names"], 2)
+        t = self.random.choice(LISTS["things"])
+        return self.random.choice(
             [
                 f"{n} has {a} {t}. {m} gives {n} {b} more. Then {n} sells half of them. "
                 f"How many {t} does {n} have left?",
@@ -115,19 +115,19 @@ class Writer:
     def _german(self) -> str:
         def sentence() -> str:
             said = [self.one(text) for text in ("subjects", "says", "matters", "ends")]
-            return " ".join(said) + self.dice.choice((".", " ."))
+            return " ".join(said) + self.random.choice((".", " ."))
 
-        return sentence() if self.dice.random() < 0.7 else f"{sentence()} {sentence()}"
+        return sentence() if self.random.random() < 0.7 else f"{sentence()} {sentence()}"
 
     def _cut(self, told: list[str], least: int, most: int) -> str:
         """Some of an article, or of several, up to a number of characters."""
-        text, wanted = self.dice.choice(told), self.dice.randint(least, most)
+        text, wanted = self.random.choice(told), self.random.randint(least, most)
         while len(text) < wanted:
-            text += " " + self.dice.choice(told)
+            text += " " + self.random.choice(told)
         return " ".join(text[:wanted].split()[:-1])
 
     def _summary(self, told: list[str]) -> str:
-        said = self.dice.choice(
+        said = self.random.choice(
             ["Summarize: "] * 6
             + [
                 "Summarize the following text: ",
@@ -138,9 +138,9 @@ class Writer:
         return said + self._cut(told, 500, 4000)
 
     def _passages(self, told: list[str], asked: list[str]) -> str:
-        count, question = self.dice.randint(1, 4), self.dice.choice(asked)
+        count, question = self.random.randint(1, 4), self.random.choice(asked)
         text = "\n\n".join(self._cut(told, 400, 900) for _ in range(count))
-        return self.dice.choice(
+        return self.random.choice(
             [f"{text}\n\n{question}"] * 3
             + [f"{text}\n\nQuestion: {question}", f"Answer by these passages.\n{text}\n{question}"]
         )

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class DraftaheadError(Exception):
-    """Base of all errors raised on purpose. The CLI prints its message as one line."""
+    """Base of all errors of draftahead: bad input, a request that failed, a target that cannot be
+    run. The CLI prints its message as one line."""
 
     # What the other requests of the batch gave, when one of them failed: nothing is lost.
     completions: list[Completion] | None = None

@@ -53,7 +53,8 @@ class Loader:
 
 
 class LLM:
-    """A model that generates what it always did, faster. For the options see LLMConfig."""
+    """A target model with a drafter: generates what the model alone would, faster. For the options
+    see LLMConfig."""
 
     def __init__(
         self,

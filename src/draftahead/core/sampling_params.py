@@ -12,7 +12,8 @@ from draftahead.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. A field left at None follows the model's generation_config."""
+    """How a request chooses tokens from probs. A field left at None follows the model's
+    generation_config."""
 
     temperature: float | None = None  # 0 is greedy: argmax, lowest id on ties
     top_k: int | None = None  # 0 keeps all

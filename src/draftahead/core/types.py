@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of one output token."""
+    """The log-probability of one output token, under the probs that it was sampled from."""
 
     token_id: int
     logprob: float
@@ -179,7 +179,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished output."""
+    """The finished output of one sequence: text, tokens, finish reason and stats."""
 
     text: str
     token_ids: list[int]

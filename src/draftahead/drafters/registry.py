@@ -24,7 +24,7 @@ Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 
 def register(name: str, *, synonyms: tuple[str, ...] = ()) -> Callable[[Maker], Maker]:
-    """Makes a class known by name. It is built as `cls(context, **options)`; its keyword
+    """Makes a drafter class known by name. It is built as `cls(context, **options)`; its keyword
     parameters are the configuration keys that users may give."""
 
     def add(maker: Maker) -> Maker:

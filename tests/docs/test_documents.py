@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import zoo
-from draftahead import LLM, SamplingParams
+from draftahead import LLM, SamplingParams, drafters
 from draftahead.drafters import registry
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def python_blocks(name: str) -> list[str]:
@@ -29,15 +30,21 @@ def test_readme_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Paris" in capsys.readouterr().out
 
 
-def test_contributings_drafter_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+def test_recipe_for_a_drafter_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of CONTRIBUTING.md, put where it says: found by name, and its options are known."""
     (block,) = python_blocks("CONTRIBUTING.md")
-    exec(compile(block, "CONTRIBUTING.md", "exec"), {"__name__": "contributing"})
-    model = zoo.tiny("llama")
-    llm = LLM(model, drafter={"method": "echo", "num_speculative_tokens": 3})
-    out = llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))[0]
+    (tmp_path / "echo.py").write_text(block, "utf-8")
+    monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    registry._load_all.cache_clear()
+    try:
+        model = zoo.tiny("llama")
+        llm = LLM(model, drafter={"method": "echo", "num_speculative_tokens": 3})
+        out = llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=20))[0]
+    finally:
+        sys.modules.pop("draftahead.drafters.echo", None)
     assert out.token_ids == zoo.reference(model, [1, 2, 3], 20)
-    assert out.stats.drafted > 0
+    assert max(out.stats.drafted_at) > 0 and len(out.stats.drafted_at) == 3
 
 
 def test_architecture_names_every_file() -> None:
