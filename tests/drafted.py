@@ -214,7 +214,7 @@ def next_batch(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Ba
         add_request(llm, prompt, params)
     batch = llm.engine.scheduler.schedule()
     assert batch is not None
-    return dataclasses.replace(batch, step_cost=None)
+    return dataclasses.replace(llm.engine._with_drafting(batch), step_cost=None)
 
 
 def proposed_tree(llm: LLM, prompt: list[int], params: SamplingParams) -> Draft:
