@@ -59,12 +59,8 @@ FAULTS: dict[str, Callable[[Batch], Any]] = {
     "NaN as a token": changed(tokens=lambda draft: [[*t[:-1], torch.nan] for t in draft.tokens]),
     "a tensor of tokens": changed(tokens=lambda draft: draft.token_tensor),
     "more nodes than tokens": changed(num_nodes=lambda draft: [9] * len(draft.tokens)),
-    "parents behind their children": changed(
-        parents=lambda d: [[-1, 2, 1]] * len(d.tokens)
-    ),
-    "a node that is its own parent": changed(
-        parents=lambda d: [[-1, 1, 1]] * len(d.tokens)
-    ),
+    "parents behind their children": changed(parents=lambda d: [[-1, 2, 1]] * len(d.tokens)),
+    "a node that is its own parent": changed(parents=lambda d: [[-1, 1, 1]] * len(d.tokens)),
     "not a draft": lambda batch: "guess",
 }
 

@@ -15,16 +15,17 @@ from torch import Tensor
 import zoo
 from draftahead.backends.cpu import build
 from draftahead.backends.cpu.linear import quantize_linears, quantize_model
-from draftahead.drafters.eagle import io
+from draftahead.drafters.eagle import io as eagle_io
 from draftahead.drafters.eagle.head import EagleHead, new_head
+from draftahead.drafters.early_exit import io as exit_io
 from draftahead.drafters.early_exit.adapter import new_adapter
+from draftahead.drafters.medusa import io as medusa_io
 from draftahead.drafters.medusa.heads import new_heads
-from draftahead.drafters.medusa.io import load_heads, save_heads
 from draftahead.errors import ConfigError, ModelNotFoundError
 from draftahead.models.support import text_config
 from draftahead.train.export import export_head
+from eagle_heads import DEPTHS, DRAFT_TOKENS, exact_head
 from llama_shaped import llama_shaped
-from test_eagle_files import DEPTHS, MODEL, SPOKEN, a_head
 
 
 @pytest.fixture(params=["float32", "bfloat16", "int8"])
@@ -47,10 +48,10 @@ def test_an_exported_eagle_head_holds_its_lm_head(target: Any, tmp_path: Path) -
     tokens = torch.arange(3, 40, 3)
     plain = llama_shaped("llama")
     head = rounded(new_head(plain, tokens, depths=(1, 2)))
-    io.save(head, tmp_path / "bare", with_vocabulary=False, guesses=3)
+    eagle_io.save(head, tmp_path / "bare", with_lm_head=False, num_speculative_tokens=3)
     description = export_head(tmp_path / "bare", target, tmp_path / "whole", name="org/name")
     assert f"lm_head weights of {len(tokens)} tokens" in description
-    bare, whole = (load_file(tmp_path / n / MODEL) for n in ("bare", "whole"))
+    bare, whole = (load_file(tmp_path / n / "model.safetensors") for n in ("bare", "whole"))
     assert whole.keys() - bare.keys() == {"lm_head.weight"}
     assert all(torch.equal(whole[name], bare[name]) for name in bare)
     expected = lm_head_of(target)[tokens].bfloat16()
@@ -59,7 +60,7 @@ def test_an_exported_eagle_head_holds_its_lm_head(target: Any, tmp_path: Path) -
     config = json.loads((tmp_path / "whole" / "config.json").read_text())["speculators_config"]
     assert config["verifier"]["name_or_path"] == "org/name"
     assert config["proposal_methods"][0]["speculative_tokens"] == 3
-    found = io.load(tmp_path / "whole", target)
+    found = eagle_io.load(tmp_path / "whole", target)
     assert torch.equal(found.lm_head.weight.bfloat16(), whole["lm_head.weight"])
 
 
@@ -76,9 +77,9 @@ def test_exported_medusa_heads_hold_their_lm_head(some: bool, target: Any, tmp_p
     vocabulary = int(text_config(target).vocab_size)
     tokens = torch.arange(3, 40, 3) if some else None
     heads = new_heads(llama_shaped("llama"), 2, tokens=tokens)
-    save_heads(heads, tmp_path / "bare", vocabulary=vocabulary)
+    medusa_io.save(heads, tmp_path / "bare", vocab_size=vocabulary)
     assert "2 Medusa heads" in export_head(tmp_path / "bare", target, tmp_path / "whole")
-    found = load_heads(tmp_path / "whole", target)
+    found = medusa_io.load(tmp_path / "whole", target)
     expected = lm_head_of(target)
     expected = expected if tokens is None else expected[tokens]
     assert torch.allclose(found.lm_heads[0].weight.float(), expected.float(), atol=1e-2)
@@ -93,8 +94,8 @@ def test_a_quantized_head_is_written_dequantized(tmp_path: Path) -> None:
     head = new_head(model, torch.arange(3, 40, 3), depths=(1, 2))
     expected = {name: value.clone() for name, value in head.state_dict().items()}
     assert quantize_linears(head)
-    io.save(head, tmp_path, with_vocabulary=True)
-    found = io.load(tmp_path, model).state_dict()
+    eagle_io.save(head, tmp_path, with_lm_head=True)
+    found = eagle_io.load(tmp_path, model).state_dict()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.allclose(found[name], value, atol=2e-2), name
@@ -102,18 +103,18 @@ def test_a_quantized_head_is_written_dequantized(tmp_path: Path) -> None:
 
 def test_heads_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     model = zoo.tiny("llama", dtype=torch.float32)
-    io.save(a_head(), tmp_path / "head", with_vocabulary=True)
+    eagle_io.save(exact_head(), tmp_path / "head", with_lm_head=True)
     with pytest.raises(ConfigError, match="write to another folder"):
         export_head(tmp_path / "head", model, tmp_path / "head")
-    new_adapter(model, 2, rank=4).save(tmp_path / "exit")
-    with pytest.raises(ConfigError, match="is an early-exit adapter"):
+    exit_io.save(new_adapter(model, 2, rank=4), tmp_path / "exit")
+    with pytest.raises(ConfigError, match="is an exit adapter"):
         export_head(tmp_path / "exit", model, tmp_path / "out")
     with pytest.raises(ModelNotFoundError, match="no folder or file"):
         export_head(tmp_path / "nowhere", model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     biased = zoo.tiny("phi", dtype=torch.float32)
-    save_heads(new_heads(biased, 2), tmp_path / "medusa", vocabulary=zoo.VOCABULARY)
-    io.save(new_head(biased, SPOKEN, depths=DEPTHS), tmp_path / "e", with_vocabulary=False)
+    medusa_io.save(new_heads(biased, 2), tmp_path / "medusa", vocab_size=zoo.VOCABULARY)
+    eagle_io.save(new_head(biased, DRAFT_TOKENS, depths=DEPTHS), tmp_path / "e", with_lm_head=False)
     for folder in ("medusa", "e"):
         with pytest.raises(ConfigError, match="head has a bias"):
             export_head(tmp_path / folder, biased, tmp_path / "out")
@@ -125,9 +126,9 @@ def test_a_failed_write_leaves_the_old_file(
 ) -> None:
     model = zoo.tiny("llama", dtype=torch.float32)
     write: dict[str, Callable[[], None]] = {
-        "eagle": lambda: io.save(a_head(), tmp_path, with_vocabulary=True),
-        "medusa": lambda: save_heads(new_heads(model, 2), tmp_path, vocabulary=97),
-        "exit": lambda: new_adapter(model, 2, rank=4).save(tmp_path),
+        "eagle": lambda: eagle_io.save(exact_head(), tmp_path, with_lm_head=True),
+        "medusa": lambda: medusa_io.save(new_heads(model, 2), tmp_path, vocab_size=97),
+        "exit": lambda: exit_io.save(new_adapter(model, 2, rank=4), tmp_path),
     }
     write[kind]()
     (file,) = tmp_path.glob("*.safetensors")

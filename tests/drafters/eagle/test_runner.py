@@ -97,9 +97,7 @@ def test_steps_that_were_missed_are_caught_up(
             fresh.runner = EagleRunner(drafter.head, llm.engine.verifier.runner, 3, 17)
             fresh.prefill = HeadPrefill(fresh.runner)
             with torch.inference_mode():
-                found, expected = (
-                    started(one, sequences).root_logits for one in (drafter, fresh)
-                )
+                found, expected = (started(one, sequences).root_logits for one in (drafter, fresh))
             assert torch.allclose(found, expected, atol=1e-4)
     assert steps > 8
 
