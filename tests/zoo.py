@@ -320,7 +320,8 @@ def reference(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> lis
 
     It is what a forward of each whole prefix gives, except for llama_dynamic past 64 tokens (the
     cache keeps keys turned by older frequencies) and, in transformers 5.17, for phi3_longrope past
-    24 (each step drops the cache and sees the last token only; 5.22 recomputes the prefix).
+    24 (each step drops the cache and sees the last token only; 5.22 recomputes the prefix): for
+    that one see `greedy_by_prefixes`.
     """
     ids = torch.tensor([prompt], device=model.device)
     before = model.config._attn_implementation
@@ -341,3 +342,12 @@ def reference(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> lis
             model.set_attn_implementation(before)
     continuation: list[int] = text[0, len(prompt) :].tolist()
     return continuation
+
+
+@torch.no_grad()
+def greedy_by_prefixes(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> list[int]:
+    """The greedy continuation of one prompt, by a forward of each whole prefix."""
+    ids = list(prompt)
+    for _ in range(new_tokens):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
