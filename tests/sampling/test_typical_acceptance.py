@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import zoo
+from batched_worlds import BatchedWorlds
 from draftahead import LLM, Draft, SamplingParams, errors
 from draftahead.core.types import ForwardOutput
 from draftahead.sampling import accept
 from draftahead.sampling.noise import NodeContext, sample_gumbel, target_rng_key
 from drafted import GarbageTree, KnowsOutput
-from toy import PARAMS, VOCAB_SIZE, World
+from toy import PARAMS, PLAIN, VOCAB_SIZE, World
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=30, seed=3)
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
@@ -139,6 +140,29 @@ def test_logits_that_are_not_finite_end_the_sequence() -> None:
     verdict, _ = accept.accept(draft, ForwardOutput(logits), batch, lossless=False)
     assert verdict.tokens == [[]]
     assert isinstance(verdict.errors[0], errors.NonFiniteLogitsError)
+
+
+def test_an_impossible_token_is_not_typical_and_of_equals_the_likeliest_path_is_taken() -> None:
+    worlds = BatchedWorlds([[(1, 0), (2, 0), (0, 2)], [(3, 0)]], [PLAIN] * 2)
+    worlds.logits[:] = -math.inf
+    worlds.logits[0, 0, :3] = torch.tensor([0.2, 0.35, 0.45], dtype=torch.float64).log()
+    worlds.logits[0, 1, 1] = worlds.logits[0, 3, 1] = 0.0
+    worlds.logits[0, 2, 1] = 0.0  # so token 0 is impossible below node 2
+    worlds.logits[1, 0, 0], worlds.logits[1, 1, 1] = 0.0, 0.0
+    verdict = worlds.accept(lossless=False)
+    assert verdict.paths == [[0, 2], [0]]
+    assert verdict.tokens == [[2, 1], [0]]
+
+
+def test_a_token_must_exceed_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept, "DELTA", 1.0)
+    worlds = BatchedWorlds([[(1, 0)]], [PLAIN])
+    worlds.logits[:] = -math.inf
+    worlds.logits[0, 0, :2] = 0.0  # two tokens alike: a threshold of a half, as likely as both
+    worlds.logits[0, 1, 0] = 0.0
+    for most, path in ((0.5, [0]), (0.49, [0, 1])):
+        monkeypatch.setattr(accept, "EPSILON", most)
+        assert worlds.accept(lossless=False).paths == [path]
 
 
 def test_explain_begins_with_it(target: Any) -> None:

@@ -325,12 +325,12 @@ def _contexts(batch: Batch, draft: Draft | DeviceDraft) -> list[NodeContext]:
     if isinstance(draft, DeviceDraft) and draft.is_chain and not has_processors:
         chain = [(0,) * depth for depth in range(draft.width)]
         return [NodeContext(s, path) for s in batch.sequences for path in chain]
-    known = _read(draft)
-    return [
-        NodeContext(sequence, path)
-        for b, sequence in enumerate(batch.sequences)
-        for path in tree.paths(known.tokens[b], known.parents[b])
-    ]
+    known, found = _read(draft), []
+    for b, (sequence, size) in enumerate(zip(batch.sequences, known.num_nodes, strict=True)):
+        paths = tree.paths(known.tokens[b][:size], known.parents[b][:size])
+        paths += [()] * (known.width - size)  # no processor sees the tokens of padding
+        found += [NodeContext(sequence, path) for path in paths]
+    return found
 
 
 def _emit_own(verdict: Verdict, b: int, token: int, batch: Batch) -> None:
