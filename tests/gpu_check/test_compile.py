@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: see the extra gpu-check")
 
-from draftahead.backends.cuda import kernels
+from draftahead.backends.cuda import kernels as forward_kernels
+from draftahead.drafters.eagle import cuda_kernels as tree_kernels
 from gpu_check.record import differences, plain
 from gpu_check.sm90 import SHARED_MEMORY, Launch, compiled_launches
 from gpu_check.variants import uncaptured, variants
@@ -37,7 +38,7 @@ def launches() -> dict[str, list[Launch]]:
 
 def kernels() -> set[str]:
     """Of our modules: what is compiled and no helper of others."""
-    modules = vars(gpu_kernels) | vars(gpu_growth)
+    modules = vars(forward_kernels) | vars(tree_kernels)
     return {name for name, value in modules.items() if hasattr(value, "warmup") and name[0] != "_"}
 
 

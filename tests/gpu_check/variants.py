@@ -18,10 +18,10 @@ import transformers
 from draftahead.backends.base import CacheSlice, DeviceTree
 from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.graphs import GraphPool
-from draftahead.backends.llama_spec import recognise
+from draftahead.backends.llama_spec import llama_spec_of
 from draftahead.drafters.eagle.cuda import CudaEagleHead, Plan, gpu_kernels
 from draftahead.drafters.eagle.head import EagleHead, new_head
-from draftahead.drafters.eagle.spec import shape_of
+from draftahead.drafters.eagle.spec import head_spec
 from draftahead.kv.cache import KVCache, LayerKVShape
 from emulated_gpu import emulated_gpu
 
@@ -154,13 +154,13 @@ def decoder(target: Any, dtype: torch.dtype) -> CudaDecoder:
     cache = KVCache(shapes * c.num_hidden_layers, 4, ENTRIES, dtype, CPU)
     window = getattr(c, "sliding_window", None)
     calls = {i: {"sliding_window": window} for i in range(c.num_hidden_layers)}
-    return CudaDecoder(recognise(target, cache, calls), cache)
+    return CudaDecoder(llama_spec_of(target, cache, calls), cache)
 
 
 def forward(made: CudaDecoder, spec: Pass) -> None:
     if spec.hidden:
-        made.cache.watch(len(spec.hidden) * made.shape.hidden)
-        made.watch(spec.hidden)
+        made.cache.capture_hidden(len(spec.hidden) * made.shape.hidden_size)
+        made.capture_hidden(spec.hidden)
     texts, nodes = spec.texts, spec.nodes
     tokens = (torch.arange(texts * nodes) % 97).view(texts, nodes)
     place = CacheSlice(1, spec.kv_len, ENTRIES - 1, 1)
@@ -171,7 +171,7 @@ def forward(made: CudaDecoder, spec: Pass) -> None:
     if spec.tree == "on_device":
         trees = torch.arange(texts * 3 * nodes).view(texts, 3, nodes) % 7
         parents = DeviceTree([5] * texts, trees)
-    made.run(tokens, lengths, parents, place=place)
+    made.forward(tokens, lengths, parents, cache_slice=place)
 
 
 def head(target: Any, dtype: torch.dtype, spec: Growth) -> tuple[EagleHead, CudaEagleHead]:
@@ -191,7 +191,7 @@ def head(target: Any, dtype: torch.dtype, spec: Growth) -> tuple[EagleHead, Cuda
     turns = [turn[0].contiguous() for turn in turns]
     embed = target.get_input_embeddings().to_empty(device=CPU) if _is_meta(target) else None
     embed = target.get_input_embeddings() if embed is None else embed
-    found = gpu_kernels(made, shape_of(made), cache, embed, turns, spec.every == 1)
+    found = gpu_kernels(made, head_spec(made), cache, embed, turns, spec.every == 1)
     assert found is not None
     return made, found
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftahead.backends.cuda.layers import CudaLayers
-from draftahead.backends.llama_spec import recognise
+from draftahead.backends.llama_spec import llama_spec_of
 from draftahead.kv.cache import KVCache, LayerKVShape
 
 DTYPES = [torch.float16, torch.bfloat16]
@@ -34,9 +34,9 @@ def randomised(module: Any, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            mean, scatter_to_vocab = (1.0, 0.1) if "norm" in name else (0.0, 0.12)
+            mean, deviation = (1.0, 0.1) if "norm" in name else (0.0, 0.12)
             parameter.copy_(
-                mean + scatter_to_vocab * torch.randn(parameter.shape, generator=generator)
+                mean + deviation * torch.randn(parameter.shape, generator=generator)
             )
     return module
 
@@ -54,7 +54,7 @@ def layers(kind: str, dtype: torch.dtype, slots: int = 3, **sizes: Any) -> CudaL
     shapes = [LayerKVShape(c.num_key_value_heads, c.head_dim, c.num_key_value_heads, c.head_dim)]
     cache = KVCache(shapes * c.num_hidden_layers, slots, ENTRIES, dtype, CPU)
     call = {"sliding_window": getattr(c, "sliding_window", None)}
-    shape = recognise(target, cache, dict.fromkeys(range(c.num_hidden_layers), call))
+    shape = llama_spec_of(target, cache, dict.fromkeys(range(c.num_hidden_layers), call))
     positions = torch.arange(ENTRIES)[None]
     cos, sin = shape.rotary(shape.embed.weight[None, :1], positions)
     return CudaLayers(shape, cache, (cos[0], sin[0]))

@@ -77,7 +77,7 @@ def test_linear_with_a_norm_before_it(kind: str, count: int, dtype: torch.dtype)
     normed_input(made, x, layer.input_norm, 0)
     made.qkv.fill_(7)
     made.linear("qkv", parts, made.scaled, made.qkv, count, normed=True)
-    read = rms(x, layer.input_norm, made.shape.eps)
+    read = rms(x, layer.input_norm, made.shape.norm_eps)
     biases = [0 if part.bias is None else part.bias.float() for part in parts]
     pairs = zip(parts, biases, strict=True)
     truth = torch.cat([read @ part.weight.float().T + bias for part, bias in pairs], 1)
@@ -93,17 +93,17 @@ def test_linear_with_a_residual(count: int, dtype: torch.dtype) -> None:
     made.mixed[:count], add[:count] = x, noise(count, 192, seed=2).to(dtype)
     made.linear(
         "o", [layer.linears["o"]], made.mixed, made.middle, count,
-        squares=1, add=add, norm=layer.after_norm,
+        squares=1, add=add, norm=layer.post_attention_norm,
     )  # fmt: skip
     found = made.middle[:count].float()
     assert_near(found, x.float() @ layer.linears["o"].weight.float().T + add[:count].float(), dtype)
     assert_exact(made.squares[1, :count].sum(1), (found**2).sum(1))
-    assert_near(made.scaled[:count], found * layer.after_norm.float() * made.shift, dtype)
+    assert_near(made.scaled[:count], found * layer.post_attention_norm.float() * made.shift, dtype)
 
 
 def vocabulary(made: CudaLayers, x: Tensor) -> tuple[Tensor, int]:
     """Logits, and the number of tiles."""
-    normed_input(made, x, made.shape.norm, 0)
+    normed_input(made, x, made.shape.final_norm, 0)
     tiles, size = made.vocabulary(len(x), sums=True)
     assert size == 16 and tiles == 19
     return made.logits[: len(x)], tiles
@@ -112,8 +112,8 @@ def vocabulary(made: CudaLayers, x: Tensor) -> tuple[Tensor, int]:
 def test_logits_and_the_best_of_each_tile(dtype: torch.dtype) -> None:
     made, x = layers("llama", dtype), noise(3, 192).to(dtype)
     logits, tiles = vocabulary(made, x)
-    weight = made.shape.head.weight.float()
-    assert_near(logits, rms(x, made.shape.norm, made.shape.eps) @ weight.T, dtype)
+    weight = made.shape.lm_head.weight.float()
+    assert_near(logits, rms(x, made.shape.final_norm, made.shape.norm_eps) @ weight.T, dtype)
     tops, places, sums = (
         flat.view(-1)[: 3 * tiles].view(3, tiles) for flat in (made.tops, made.places, made.sums)
     )
@@ -131,7 +131,7 @@ def test_logits_and_the_best_of_each_tile(dtype: torch.dtype) -> None:
 def test_pick_takes_the_first_of_equals_and_nothing_that_is_not_finite(dtype: torch.dtype) -> None:
     made, x = layers("llama", dtype), noise(4, 192).to(dtype)
     with torch.no_grad():
-        made.shape.head.weight[170:] = made.shape.head.weight[40:170]  # every logit twice
+        made.shape.lm_head.weight[170:] = made.shape.lm_head.weight[40:170]  # every logit twice
     x[1, 5] = torch.nan
     x[2] = torch.inf
     logits, tiles = vocabulary(made, x)
@@ -147,7 +147,7 @@ def test_pick_takes_the_first_of_equals_and_nothing_that_is_not_finite(dtype: to
 def test_a_nan_does_not_hide_behind_a_number(dtype: torch.dtype) -> None:
     made, x = layers("llama", dtype), noise(1, 192).to(dtype)
     with torch.no_grad():
-        made.shape.head.weight[77, 3] = torch.nan  # one logit of a tile
+        made.shape.lm_head.weight[77, 3] = torch.nan  # one logit of a tile
     _, tiles = vocabulary(made, x)
     best = torch.empty(1, dtype=torch.int64)
     made.launch(
@@ -160,9 +160,9 @@ def test_a_nan_does_not_hide_behind_a_number(dtype: torch.dtype) -> None:
 def test_gated(activation: str, dtype: torch.dtype) -> None:
     made, x = layers("llama", dtype, hidden_act=activation), noise(3, 192).to(dtype)
     layer = made.shape.layers[0]
-    normed_input(made, x, layer.after_norm, 1)
+    normed_input(made, x, layer.post_attention_norm, 1)
     made._gated(layer, 3)
-    read = rms(x, layer.after_norm, made.shape.eps)
+    read = rms(x, layer.post_attention_norm, made.shape.norm_eps)
     gate, up = (read @ layer.linears[name].weight.float().T for name in ("gate", "up"))
     act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     assert_near(made.inner[:3], act * up, dtype)
@@ -184,10 +184,10 @@ def truth_of(
     position, then by node of the block: mixed values, and the new keys and values."""
     s, layer = made.shape, made.shape.layers[0]
     nodes, length = len(qkv), len(before) - old
-    q, k, v = qkv.split([s.heads * s.width, s.key_heads * s.width, s.key_heads * s.width], 1)
-    q, k, v = (part.view(nodes, -1, s.width) for part in (q, k, v))
+    q, k, v = qkv.split([s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.num_kv_heads * s.head_dim], 1)
+    q, k, v = (part.view(nodes, -1, s.head_dim) for part in (q, k, v))
     if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = rms(q, layer.q_norm, s.eps), rms(k, layer.k_norm, s.eps)
+        q, k = rms(q, layer.q_norm, s.norm_eps), rms(k, layer.k_norm, s.norm_eps)
     depths = depths_of(parents)
     keys = torch.stack([rotated(k[i], made, length + depths[old + i]) for i in range(nodes)])
     positions = [*range(length), *(length + depth for depth in depths)]
@@ -199,10 +199,10 @@ def truth_of(
         bits = ancestor_bits(parents)[old + node]
         seen += [length + other for other in range(old + nodes) if bits >> other & 1]
         own = length + depths[old + node]
-        seen = [at for at in seen if own - positions[at] < (layer.window or 1 << 30)]
+        seen = [at for at in seen if own - positions[at] < (layer.sliding_window or 1 << 30)]
         query = rotated(q[node], made, own)
-        for head in range(s.heads):
-            group = head // (s.heads // s.key_heads)
+        for head in range(s.num_heads):
+            group = head // (s.num_heads // s.num_kv_heads)
             scores = all_keys[seen, group] @ query[head] * layer.scaling
             mixed.append(scores.softmax(0) @ all_values[seen, group])
     return torch.stack(mixed).view(nodes, -1), keys, v
@@ -235,8 +235,8 @@ def test_attend_and_combine(case: str, dtype: torch.dtype) -> None:
         torch.tensor([1]), torch.tensor(lengths), torch.tensor([depths_of(parents)] * 2),
         torch.tensor([ancestor_bits(parents)] * 2), nodes, old,
     )  # fmt: skip
-    size = s.heads * splits * rows
-    scratch = [torch.full((n,), torch.nan) for n in (size * s.width, size, size)]
+    size = s.num_heads * splits * rows
+    scratch = [torch.full((n,), torch.nan) for n in (size * s.head_dim, size, size)]
     made._attend(0, s.layers[0], block, KVSplits(1, splits, blocks), scratch)
     for text, length in enumerate(lengths):
         before = [tuple(stored[1 + text, :, at] for stored in kept) for at in range(length + old)]
@@ -279,10 +279,10 @@ def test_products_of_all(dtype: torch.dtype) -> None:
     """What CASES leave out: every program of a large grid writes its own part."""
     made, count = layers("llama", dtype), 33
     x = noise(count, 192).to(dtype)
-    normed_input(made, x, made.shape.norm, 0)
+    normed_input(made, x, made.shape.final_norm, 0)
     made.logits.fill_(7)
     made.vocabulary(count)
-    truth = rms(x, made.shape.norm, made.shape.eps) @ made.shape.head.weight.float().T
+    truth = rms(x, made.shape.final_norm, made.shape.norm_eps) @ made.shape.lm_head.weight.float().T
     assert_near(made.logits[:count], truth, dtype)
     corners: Any = itertools.product((0, count - 1), (0, 299))
     assert all(float(made.logits[at]) != 7 for at in corners)
