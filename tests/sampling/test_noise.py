@@ -21,7 +21,9 @@ from draftahead.sampling.noise import (
     rng_key,
     sample_gumbel,
     step_rng_key,
+    target_rng_key,
     uniforms,
+    uniforms_at,
 )
 from toy import PLAIN, VOCAB_SIZE, World
 
@@ -41,6 +43,53 @@ def test_hash_is_the_same_on_the_host_and_in_torch(part: int) -> None:
     """splitmix64 in Python's integers and in torch's wrapping ones."""
     start = noise._signed((part + 1) * noise._GOLDEN)
     assert int(noise._mix(torch.tensor([start]))[0]) == rng_key(part)
+
+
+KEY_1_2_3 = 2869315087210772132
+UNIFORMS = [
+    [0.8948145419814352, 0.45769561165979733, 0.4608060643011477],
+    [0.7138577247376193, 0.3867680459839341, 0.752307015838224],
+]
+
+
+def test_a_seed_gives_the_same_noise_in_every_version() -> None:
+    """Outputs of a seed are reproducible: these numbers do not change."""
+    assert rng_key() == 0
+    assert rng_key(0) == -2152535657050944081
+    assert rng_key(1, 2, 3) == KEY_1_2_3
+    assert rng_key(3, 2, 1) != KEY_1_2_3
+    assert rng_key(-1) == rng_key(2**64 - 1)
+    found = uniforms([KEY_1_2_3, 5], 3)
+    assert found.dtype == torch.float64
+    assert found.tolist() == UNIFORMS
+    some = uniforms_at([KEY_1_2_3, 5], torch.tensor([[2, 0], [1, 1]]))
+    assert some.tolist() == [[UNIFORMS[0][2], UNIFORMS[0][0]], [UNIFORMS[1][1]] * 2]
+    assert (found * 2**53 % 2 == 1).all()  # 52 bits and a half
+
+
+def test_keys_are_of_sequence_stream_and_position() -> None:
+    context = NodeContext(World(0, PLAIN).sequence(), (1, 2))
+    context.sequence.rng_key = 77
+    context.sequence.tokens += [3]
+    assert context.position == 5
+    assert (int(RngStream.TARGET), int(RngStream.DRAFT), int(RngStream.ACCEPT)) == (0, 1, 2)
+    assert target_rng_key(context) == rng_key(77, 0, 5)
+    assert step_rng_key(RngStream.ACCEPT, context) == rng_key(77, 2, 3, 2)
+    assert step_rng_key(RngStream.DRAFT, context) == rng_key(77, 1, 3, 2)
+
+
+def test_samples_of_different_seeds_never_share_a_key() -> None:
+    """Sample 1 of seed 1 is another output than sample 0 of seed 2: a sum would mix them up."""
+    keys = {rng_key(seed, sample) for seed in range(40) for sample in range(40)}
+    assert len(keys) == 1600
+
+
+@pytest.mark.parametrize("key", range(30))
+def test_sample_gumbel_takes_the_smallest_ratio_of_noise_to_probability(key: int) -> None:
+    probs = torch.rand(6, generator=torch.Generator().manual_seed(key))
+    numbers = uniforms([key], 6)[0].tolist()
+    ratios = [-math.log(u) / p for u, p in zip(numbers, probs.tolist(), strict=True)]
+    assert sample_gumbel(probs[None], [key]).tolist() == [ratios.index(min(ratios))]
 
 
 def test_uniforms_never_reach_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -16,10 +20,11 @@ from transformers import (
 )
 
 from draftahead.core.sampling_params import SamplingParams
+from draftahead.errors import ProcessorError
 from draftahead.sampling.noise import NodeContext
 from draftahead.sampling.processors import probs_of, processed
 from draftahead.sampling.sample import sample_target
-from toy import World, context_of
+from toy import END, PLAIN, World, context_of
 
 
 @settings(deadline=None, max_examples=120)
@@ -74,14 +79,6 @@ def test_each_sequence_of_a_batch_follows_its_own_parameters() -> None:
     assert together[1].max() == 1
 
 
-def test_top_p_with_a_nucleus_wider_than_what_is_sorted_first() -> None:
-    logits = 0.01 * torch.randn(1, 5000, generator=torch.Generator().manual_seed(2))
-    probs = probs_of(logits, [context_of(top_p=0.9)])
-    assert 4400 < int((probs > 0).sum()) < 4600
-    expected = TopPLogitsWarper(0.9)(None, logits.clone()).softmax(-1)
-    torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-9)
-
-
 def test_penalties_by_hand() -> None:
     """Repetition over prompt and output, the other two over the output alone, counted."""
     params = SamplingParams(
@@ -105,10 +102,132 @@ def test_greedy_takes_the_lowest_id_on_ties() -> None:
     assert probs_of(logits, [context]).tolist() == [[0, 1, 0, 0]]
 
 
-@pytest.mark.parametrize("logits", [[torch.nan, 1.0], [-torch.inf, -torch.inf], [torch.inf, 1.0]])
-def test_logits_that_allow_no_token_are_reported(logits: list[float]) -> None:
-    for temperature in (0.0, 1.0):
-        context = context_of(temperature=temperature)
-        _, finite = sample_target(torch.tensor([logits]), [context])
-        assert finite.tolist() == [False]
-        assert probs_of(torch.tensor([logits]), [context]).isnan().all()
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}]
+)
+def test_logits_that_allow_no_token_are_reported_and_leave_others_alone(
+    params: dict[str, Any], one_by_one: bool
+) -> None:
+    inf = torch.inf
+    logits = torch.tensor(
+        [[0.0, torch.nan, 0.0], [inf, 0.0, 0.0], [-inf, -inf, -inf], [0.0, -inf, 0.0]]
+    )
+    contexts = [context_of(**params) for _ in range(4)]
+    probs = probs_of(logits, contexts)
+    assert probs[:3].isnan().all()
+    assert probs[3].tolist() == ([1, 0, 0] if "temperature" in params else [0.5, 0, 0.5])
+    tokens, finite = sample_target(logits, contexts, one_by_one=one_by_one)
+    assert finite.tolist() == [False, False, False, True]
+    assert tokens.shape == (4,)
+    assert int(tokens[3]) in (0, 2)
+
+
+def test_half_precision_is_computed_in_single_and_double_stays_double() -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    for dtype, expected in (
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        probs = probs_of(logits.to(dtype), [context_of()])
+        assert probs.dtype == expected
+        assert torch.equal(probs, logits.to(dtype).to(expected).softmax(-1))
+        biased = processed(logits.to(dtype), [context_of(logit_bias={1: 1.0})])
+        assert biased.dtype == expected
+
+
+# ----------------------------------------------------------------------- processors along a path
+
+
+def logits_after(
+    *path: int, output: tuple[int, ...] = (), bad_words: Any = (), **params: Any
+) -> list[float]:
+    """Logits 0, 1, 2, -3 after the processors, behind the prompt (0, 1), an output and a path."""
+    sequence = World(0, dataclasses.replace(PLAIN, **params)).sequence()
+    if bad_words:
+        request = dataclasses.replace(sequence.request, bad_word_ids=bad_words)
+        sequence = dataclasses.replace(sequence, request=request)
+    sequence.tokens += output
+    logits = torch.tensor([[0.0, 1.0, 2.0, -3.0]])
+    before = logits.clone()
+    found: list[float] = processed(logits, [NodeContext(sequence, path)])[0].tolist()
+    assert torch.equal(logits, before)  # what was given is not written to
+    return found
+
+
+def test_processors_in_the_order_of_transformers() -> None:
+    """Bias, repetition, presence and frequency."""
+    assert logits_after(logit_bias={0: 5.0, 2: -1.0}) == [5, 1, 1, -3]
+    assert logits_after(logit_bias={0: 5.0}, repetition_penalty=2.0) == [2.5, 0.5, 2, -3]
+    assert logits_after(3, repetition_penalty=2.0) == [0, 0.5, 2, -6]
+    assert logits_after(2, repetition_penalty=0.5) == [0, 2, 4, -3]
+    assert logits_after(presence_penalty=0.5) == [0, 1, 2, -3]  # the prompt does not count
+    assert logits_after(2, 2, presence_penalty=0.5) == [0, 1, 1.5, -3]
+    assert logits_after(2, 2, frequency_penalty=0.5) == [0, 1, 1, -3]
+    assert logits_after(2, output=(0, 2), frequency_penalty=0.5) == [-0.5, 1, 1, -3]
+    both = {"frequency_penalty": 0.5, "presence_penalty": 1.0}
+    assert logits_after(0, 2, **both) == [-1.5, 1, 0.5, -3]
+    assert logits_after(2, repetition_penalty=2.0, presence_penalty=1.0) == [0, 0.5, 0, -3]
+    assert logits_after(2, presence_penalty=-1.0) == [0, 1, 3, -3]
+
+
+def test_bad_words_look_back_along_the_path() -> None:
+    def banned(words: list[tuple[int, ...]], *path: int, output: tuple[int, ...] = ()) -> list[int]:
+        found = logits_after(*path, output=output, bad_words=tuple(words))
+        return [token for token, value in enumerate(found) if value == -torch.inf]
+
+    assert banned([(2,)]) == [2]
+    assert banned([(2, 3)]) == []
+    assert banned([(2, 3)], 2) == [3]
+    assert banned([(2, 3)], 2, 0) == []
+    assert banned([(2, 3)], output=(2,)) == [3]
+    assert banned([(1, 2, 0)], 2) == [0]  # begins in the prompt
+    assert banned([(0, 2, 0)], 2) == []
+    assert banned([(2, 2, 1)], 2, output=(2,)) == [1]
+    assert banned([(0, 0, 0, 0, 0, 1)]) == []  # longer than prompt and output
+    assert banned([(0, 1, 3), (2,)]) == [2, 3]
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_the_end_is_banned_below_min_tokens(least: int) -> None:
+    for path in ((), (0,), (0, 1), (0, 1, 2)):
+        found = logits_after(*path, min_tokens=least)
+        assert found[END] == (-torch.inf if len(path) < least else -3)
+        assert found[:END] == [0, 1, 2]
+    found = logits_after(2, output=(0,), min_tokens=least)
+    assert found[END] == (-torch.inf if least > 2 else -3)
+
+
+def test_a_users_processor_gets_tokens_and_path_and_its_dtype_is_converted() -> None:
+    seen: list[Any] = []
+
+    def first(ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append((ids.tolist(), scores.shape))
+        return scores.double() + 1
+
+    def second(ids: Tensor, scores: Tensor) -> Tensor:
+        assert scores.dtype == torch.float32
+        return scores * 2
+
+    processors = [first, second]
+    assert logits_after(2, 3, output=(1,), processors=processors) == [2, 4, 6, -4]
+    assert seen == [([[0, 1, 1, 2, 3]], (1, 4))]
+
+
+def test_a_processor_that_fails_leaves_its_own_node_without_a_distribution() -> None:
+    def fails(ids: Tensor, scores: Tensor) -> Tensor:
+        raise RuntimeError("boom")
+
+    def too_narrow(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores[:, 1:]
+
+    for processor, message in ((fails, "RuntimeError: boom"), (too_narrow, "made [3] out of [4]")):
+        contexts = [context_of(), context_of(processors=[processor])]
+        found = processed(torch.zeros(2, 4), contexts)
+        assert found[0].tolist() == [0] * 4
+        assert found[1].isnan().all()
+        fault = contexts[1].sequence.fault
+        assert isinstance(fault, ProcessorError)
+        assert message in str(fault)
+        assert contexts[0].sequence.fault is None
