@@ -1,4 +1,4 @@
-"""Successors of tokens, remembered: from the text's own verdicts, a scope's, or a table."""
+"""Recycled successors of tokens: from the text itself, from its namespace, or from a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import zoo
-from draftahead import LLM, SamplingParams, errors
+from draftahead import LLM, Batch, Draft, ForwardOutput, SamplingParams, errors
+from draftahead.core.types import Verdict
 from draftahead.drafters import recycle
 from draftahead.drafters.recycle import SUCCESSORS, Recycle
 
@@ -30,16 +31,16 @@ def recycling(target: Any, **options: Any) -> tuple[LLM, Recycle]:
 
 
 def test_every_verified_node_is_remembered(target: Any) -> None:
-    """As the target scored it, with guesses that were turned down among them."""
+    """With the target's predictions after it, rejected nodes included."""
     llm, drafter = recycling(target)
     seen: dict[int, list[int]] = {}
     real = drafter.learn
 
-    def learn(batch: Any, verdict: Any, scores: Any) -> None:
-        real(batch, verdict, scores)
-        (path,), (tokens,) = verdict.paths, scores.draft.tokens
-        best = scores.logits[0].topk(SUCCESSORS).indices.tolist()
-        order = [n for n in range(scores.draft.num_nodes[0]) if n not in path] + path
+    def learn(batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
+        real(batch, draft, output, verdict)
+        (path,), (tokens,) = verdict.paths, draft.tokens
+        best = output.logits[0].topk(SUCCESSORS).indices.tolist()
+        order = [n for n in range(draft.num_nodes[0]) if n not in path] + path
         seen.update({tokens[node]: best[node] for node in order})
         assert drafter._own[batch.sequences[0].id] == seen
 
@@ -47,27 +48,27 @@ def test_every_verified_node_is_remembered(target: Any) -> None:
     out = llm.generate([PROMPT], GREEDY)[0]
     assert out.token_ids == zoo.reference(target, PROMPT, 30)
     assert len(seen) > len(set(out.token_ids))  # more than the text alone would teach
-    assert not drafter._own and not drafter._drafts  # and forgotten with it
+    assert not drafter._own and not drafter._drafts  # forgotten with the text
 
 
-def test_a_scope_remembers_and_nobody_else_profits(target: Any) -> None:
+def test_what_is_remembered_of_a_namespace_drafts_for_no_other(target: Any) -> None:
     llm, drafter = recycling(target, shared=True)
     first = llm.generate([PROMPT], GREEDY, namespace="ann")[0].stats
     again = llm.generate([PROMPT], GREEDY, namespace="ann")[0].stats
     assert again.steps < first.steps
-    for scope in ("bob", None):
-        assert llm.generate([PROMPT], GREEDY, namespace=scope)[0].stats.steps > again.steps
+    for namespace in ("bob", None):
+        assert llm.generate([PROMPT], GREEDY, namespace=namespace)[0].stats.steps > again.steps
     assert set(drafter._shared) == {"ann", "bob"}
     for number in range(80):
         llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2), namespace=str(number))
     assert len(drafter._shared) <= 64
     assert "ann" not in drafter._shared
-    alone, drafter = recycling(target)  # nothing is shared unless the drafter is asked to, either
+    alone, drafter = recycling(target)  # shares nothing unless the drafter is asked to
     alone.generate([PROMPT], GREEDY, namespace="ann")
     assert not drafter._shared
 
 
-def test_memory_is_bounded(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_tokens_are_dropped(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recycle, "MAX_TOKENS", 5)
     llm, drafter = recycling(target, shared=True)
     out = llm.generate([PROMPT], GREEDY, namespace="ann")[0]
@@ -76,13 +77,14 @@ def test_memory_is_bounded(target: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert out.token_ids[-2] in memory  # the newest stay
 
 
-def table(file: Path, rows: int = zoo.VOCABULARY) -> Path:
-    save_file({"successors": torch.arange(rows)[:, None].repeat(1, SUCCESSORS) % rows}, file)
+def table(file: Path, vocab_size: int) -> Path:
+    successors = torch.arange(vocab_size)[:, None].repeat(1, SUCCESSORS)
+    save_file({"successors": successors}, file)
     return file
 
 
-def test_a_table_is_a_start(target: Any, tmp_path: Path) -> None:
-    """One that says what the target says after each token alone is right now and then."""
+def test_a_table_drafts_before_anything_is_remembered(target: Any, tmp_path: Path) -> None:
+    """One with the target's predictions after each single token adds drafts."""
     with torch.no_grad():
         logits = target(torch.arange(zoo.VOCABULARY)[:, None]).logits[:, -1]
     found = logits.topk(SUCCESSORS).indices
@@ -96,8 +98,8 @@ def test_a_table_is_a_start(target: Any, tmp_path: Path) -> None:
     assert sum(o.stats.drafted for o in with_table) > sum(o.stats.drafted for o in without)
 
 
-def test_a_table_that_fits_no_more_is_left_alone(target: Any) -> None:
-    """One that nobody asked for, of a model whose vocabulary was changed."""
+def test_a_table_that_comes_with_the_model_is_ignored_if_it_does_not_fit(target: Any) -> None:
+    """The vocabulary of the model was changed."""
     target.draftahead_alias = "smollm2"
     try:
         assert not recycling(target)[1].table
@@ -107,12 +109,12 @@ def test_a_table_that_fits_no_more_is_left_alone(target: Any) -> None:
 
 def test_a_wrong_table_is_refused(target: Any, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"junk")
-    for file, says in (
-        (table(tmp_path / "small", rows=7), "another vocabulary"),
+    for file, message in (
+        (table(tmp_path / "small", vocab_size=7), "another vocabulary"),
         (tmp_path / "junk", "no table"),
         (tmp_path / "none", "no table"),
     ):
-        with pytest.raises(errors.ConfigError, match=says):
+        with pytest.raises(errors.ConfigError, match=message):
             recycling(target, successors=file)
 
 
