@@ -7,6 +7,7 @@ So the library describes its structs, and `mismatch` compares that with the mirr
 from __future__ import annotations
 
 import ctypes
+from itertools import zip_longest
 from typing import Any
 
 from draftahead.backends.llama_spec import GELU_TANH, SILU
@@ -208,7 +209,8 @@ def mismatch(library: ctypes.CDLL) -> str | None:
     for name in theirs | ours:
         if name not in theirs or name not in ours:
             return f"{name} is only in {'abi.py' if name in ours else 'the library'}"
-        for their, our in zip(theirs[name][1:], ours[name][1:], strict=False):
+        fields = zip_longest(theirs[name][1:], ours[name][1:], fillvalue="missing")
+        for their, our in fields:
             if their != our:
                 return (
                     f"field of {name} (name:offset:size) is {their} in the library, {our} in abi.py"

@@ -1,0 +1,184 @@
+"""The compiled library: refused where its structs are not those of abi.py; without it, everything
+still runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftahead import LLM, SamplingParams, errors
+from draftahead.backends.cpu import abi, build
+from draftahead.backends.cpu.linear import quantize_model
+from llama_shaped import llama_shaped, needs_kernels, runner_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=32)
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture
+def reloading() -> Iterator[None]:
+    """The library is loaded again, and so it is afterwards."""
+    build.reload()
+    yield
+    build.reload()
+
+
+# ------------------------------------------------------------------------ the native boundary
+
+HEADER = (build.SOURCES / "abi.h").read_text()
+FIELD = "FIELD(int64_t, kv_only)"  # of ForwardArgs
+
+
+def compile_library(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, header: str, without: str = ""
+) -> None:
+    """A library with this abi.h whose functions do nothing takes the place of ours."""
+    functions = [name for name in abi.FUNCTIONS if name not in ("draftahead_abi", without)]
+    describe = "static const std::string text = abi_description(); return text.c_str();"
+    code = f"const char* draftahead_abi() {{ {describe} }}\n"
+    code += "\n".join(f"void {name}() {{}}" for name in functions)
+    sources = folder / "csrc"
+    sources.mkdir()
+    (sources / "abi.h").write_text(header)
+    (sources / "kernels.cpp").write_text(f'#include "abi.h"\nextern "C" {{\n{code}\n}}\n')
+    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(build, "FLAGS", ["-std=c++17", "-fPIC"])
+    monkeypatch.setenv("DRAFTAHEAD_CACHE", str(folder))
+    build.reload()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_with_a_library_of_another_layout_the_model_runs_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama_shaped("llama")
+    expected = LLM(model, "none").generate(PROMPT, GREEDY)[0].token_ids
+    assert HEADER.count(FIELD) == 1
+    compile_library(tmp_path, monkeypatch, HEADER.replace(FIELD, "FIELD(int32_t, kv_only)"))
+    assert build.library() is None
+    assert not build.is_without_compiler()
+    llm = LLM(model, "none")
+    (line,) = [line for line in llm.describe() if line.startswith("backend: ")]
+    assert line.startswith("backend: transformers (no cpu kernels: the compiled kernels have ")
+    assert re.search(r"another interface: field of ForwardArgs .* is kv_only:\d+:4 in the", line)
+    assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_a_library_of_the_same_layout_is_taken_and_one_without_a_function_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_library(tmp_path, monkeypatch, HEADER)
+    assert build.library() is not None
+    assert build.problem() is None
+    monkeypatch.undo()
+    (tmp_path / "other").mkdir()
+    compile_library(tmp_path / "other", monkeypatch, HEADER, without="draftahead_linear")
+    assert build.library() is None
+    missing = "have another interface: .*undefined symbol: draftahead_linear"
+    assert re.search(missing, build.problem() or "")
+
+
+class Described:
+    """A library that describes its constants and structs so."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def draftahead_abi(self) -> bytes:
+        return self.text.encode()
+
+
+# How the library's description differs: a pattern and what replaces it; what the refusal says.
+DIFFERENCES = {
+    "another version": (
+        r"ABI_VERSION 1\n",
+        "ABI_VERSION 2\n",
+        "ABI_VERSION is 2 in the library, 1",
+    ),
+    "another constant": (r"PANEL 48", "PANEL 32", "PANEL is 32 in the library, 48 in abi.py"),
+    "another value of an enum": (r"NORM_EACH 1", "NORM_EACH 2", "NORM_EACH is 2 in the library, 1"),
+    "a constant less": (r"MAX_CHILDREN 16\n", "", "MAX_CHILDREN is only in abi.py"),
+    "a constant more": (r"^", "MAX_PARENTS 1\n", "MAX_PARENTS is only in the library"),
+    "a struct less": (r"TreeArgs .*\n", "", "TreeArgs is only in abi.py"),
+    "a struct more": (r"\Z", "TreeOut 8 size:0:8\n", "TreeOut is only in the library"),
+    "fields exchanged": (
+        r"out_features:24:8 in_features:32:8",
+        "in_features:24:8 out_features:32:8",
+        "Weights (name:offset:size) is in_features:24:8 in the library, out_features:24:8",
+    ),
+    "a field of another name": (r"kv_only", "no_head", "ForwardArgs (name:offset:size) is no_head"),
+    "a field of another size": (r"(activation:\d+):8", r"\1:4", "of Model (name:offset:size)"),
+    "a field of another offset": (
+        r"scaling:\d+",
+        "scaling:4",
+        "of DecoderLayer (name:offset:size)",
+    ),
+    "a field less": (r"num_hidden:\d+:8 ", "", "of HeadInputs (name:offset:size)"),
+    "a field more": (
+        r"(ScreenedHead.*)",
+        r"\1 rank:152:8",
+        "ScreenedHead (name:offset:size) is rank:152:8 in the library, missing in abi.py",
+    ),
+    "another size of a struct": (r"ScreenedHead 152", "ScreenedHead 160", "ScreenedHead is 160 in"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_every_difference_of_the_layout_is_named(difference: str) -> None:
+    library = build.library()
+    assert library is not None
+    text = library.draftahead_abi().decode()
+    assert abi.mismatch(Described(text)) is None  # type: ignore[arg-type]
+    pattern, replacement, message = DIFFERENCES[difference]
+    other = re.sub(pattern, replacement, text, count=1)
+    assert other != text
+    found = abi.mismatch(Described(other))  # type: ignore[arg-type]
+    assert found is not None
+    assert message in found
+
+
+@pytest.mark.parametrize("struct", abi.STRUCTS)
+def test_the_mirrors_reject_fields_that_they_do_not_have(struct: Callable[..., Any]) -> None:
+    """An attribute that is no field would be lost: the kernels would read zeros."""
+    with pytest.raises(AttributeError):
+        struct(no_such_field=1)
+
+
+# -------------------------------------------------------------------------- without a library
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_switched_off_everything_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama_shaped("llama")
+    expected = LLM(model, "none").generate(PROMPT, GREEDY)[0].token_ids
+    build.reload()
+    monkeypatch.setenv("DRAFTAHEAD_KERNELS", "0")
+    llm = LLM(model, "lookup")
+    assert not llm.engine.verifier.runner.batch_invariant
+    assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+    with pytest.raises(errors.ConfigError, match="DRAFTAHEAD_KERNELS=0"):
+        quantize_model(model)
+
+
+@pytest.mark.usefixtures("reloading")
+@pytest.mark.parametrize(
+    ("compiler", "message"), [("/nowhere/g++", "do not load|No such file"), ("false", "failed")]
+)
+def test_a_broken_compiler_is_named(
+    compiler: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("DRAFTAHEAD_CACHE", str(tmp_path))
+    assert build.library() is None
+    assert re.search(message, build.problem() or "")
+    assert not build.is_without_compiler()
+    assert not runner_of(llama_shaped("llama")).batch_invariant
