@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from draftahead.control.rates import Calibration, Rates
@@ -31,3 +33,12 @@ def test_claims_are_worth_what_such_claims_came_to_of_late() -> None:
     for _ in range(150):
         worth.note(0.34, True)
     assert worth(0.34) > 0.9  # and habits change
+
+
+def test_claims_are_worth_what_they_turned_out_to_be() -> None:
+    calibration = Calibration()
+    chance = random.Random(0)
+    for _ in range(500):
+        calibration.note(0.85, chance.random() < 0.3)
+    assert calibration(0.88) == pytest.approx(0.3, abs=0.12)
+    assert calibration(0.15) == pytest.approx(0.15)  # nothing was seen there
