@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 import zoo
 from draftahead import LLM, SamplingParams, errors
+from llama_shaped import llama_shaped, needs_kernels
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
 
@@ -30,24 +34,65 @@ def test_nan_logits_end_their_own_request_only() -> None:
         assert [o.token_ids for o in outs] == [expected[0], expected[1][:5], expected[2]]
 
 
-@pytest.mark.parametrize("by_backend", [True, False])
-def test_nan_in_the_prompt_is_an_error(by_backend: bool) -> None:
+# Models by the backend that runs them.
+BACKENDS: dict[str, Callable[[], Any]] = {
+    "cpu kernels": lambda: llama_shaped("llama"),
+    "transformers": lambda: zoo.tiny("llama", dtype=torch.float32),
+}
+backends = pytest.mark.parametrize(
+    "backend", [pytest.param("cpu kernels", marks=needs_kernels), "transformers"]
+)
+NAN_TOKEN = 50  # not among the tokens that backends are compared with the model on, when it loads
+
+
+def with_nan_token(model: Any, backend: str, drafter: str) -> LLM:
+    """Of NAN_TOKEN everything is NaN, its KV entries too."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[NAN_TOKEN] = torch.nan
+    llm = LLM(model, drafter, max_batch=2)
+    assert llm.engine.verifier.runner.backend_choice.name == backend
+    return llm
+
+
+@backends
+def test_nan_in_the_prompt_is_an_error(backend: str) -> None:
     """Also from a token that is only read; and it leaves nothing behind for the next sequence in
     that slot."""
-    model = zoo.tiny("llama", dtype=torch.float32)
-    nan_token, clean = 50, [3, 5, 7]
+    model, clean = BACKENDS[backend](), [3, 5, 7]
     expected = LLM(model, drafter="none").generate(clean, GREEDY)[0].token_ids
-    assert nan_token not in expected
-    with torch.no_grad():
-        model.get_input_embeddings().weight[nan_token] = torch.nan
-    llm = LLM(model, drafter="lookup", max_batch=2)
-    if not by_backend:
-        llm.engine.verifier.runner._decoder = None
-    outs = llm.generate([[3, nan_token, 5], clean], GREEDY, errors="return")
+    assert NAN_TOKEN not in expected
+    llm = with_nan_token(model, backend, "lookup")
+    outs = llm.generate([[3, NAN_TOKEN, 5], clean], GREEDY, errors="return")
     assert isinstance(outs[0].error, errors.NonFiniteLogitsError)
     assert outs[1].token_ids == expected
     with pytest.raises(errors.NonFiniteLogitsError):
-        list(llm.stream([3, nan_token, 5], GREEDY, reuse=True))
+        list(llm.stream([3, NAN_TOKEN, 5], GREEDY, reuse=True))
     with pytest.raises(errors.NonFiniteLogitsError):
-        list(llm.stream([3, nan_token, 5, 9], GREEDY, reuse=True))
+        list(llm.stream([3, NAN_TOKEN, 5, 9], GREEDY, reuse=True))
     assert llm.generate(clean, GREEDY)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+@backends
+def test_a_short_sequence_beside_a_longer_one_in_slots_that_held_nan(
+    backend: str, drafter: str
+) -> None:
+    """A forward reads as many entries of every slot as its longest sequence has. Behind a mask a
+    NaN that an earlier sequence left there would still reach the short one: 0 * NaN."""
+    model, short = BACKENDS[backend](), [3, 5, 7]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    long = [token for token in zoo.ragged_prompts(3)[1] if token != NAN_TOKEN] * 2
+    plain = LLM(model, "none", max_batch=2).generate([short, long], params)
+    expected = [out.token_ids for out in plain]
+    assert NAN_TOKEN not in expected[0] + expected[1] + long
+    llm = with_nan_token(model, backend, drafter)
+    # Longer than both prompts: entries that their prefill does not overwrite.
+    nan_prompt = [9, 8, 7, 6, NAN_TOKEN, *[5, 4, 3, 2, 1, 2, 3] * 5]
+    assert len(short) < len(long) < len(nan_prompt) < len(long) + 24
+    for nan_prompts in ([nan_prompt], [short, nan_prompt]):
+        for order in ([0, 1], [1, 0]):
+            outs = llm.generate(nan_prompts, params, errors="return")
+            assert isinstance(outs[-1].error, errors.NonFiniteLogitsError)
+            assert len(outs) == 1 or outs[0].token_ids == expected[0]
+            outs = llm.generate([[short, long][i] for i in order], params)
+            assert [out.token_ids for out in outs] == [expected[i] for i in order]

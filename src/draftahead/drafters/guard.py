@@ -6,6 +6,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from draftahead.control.promises import Offer
@@ -69,6 +70,8 @@ class GuardedDrafter:
             draft.confidence and _copied(draft.confidence),
         )
         told = Verdict(_copied(verdict.paths), _copied(verdict.tokens))
+        if any(sequence.params.logprobs is not None for sequence in batch.sequences):
+            output = replace(output, logits=output.logits.clone())  # they are read afterwards
         self._guarded(lambda: self.drafter.learn(batch, shown, output, told), None)
 
     def release(self, sequence: SequenceState) -> None:
