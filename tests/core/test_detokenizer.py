@@ -166,6 +166,17 @@ def test_a_stop_is_found_with_the_token_that_completes_it(seed: int) -> None:
     assert found > 15
 
 
+def test_a_stop_after_characters_of_several_tokens() -> None:
+    detokenizer = Detokenizer(of_bytes, ["→😀"])
+    for byte in "añ→😀".encode():
+        assert detokenizer.find_stop() is None
+        detokenizer.push(byte)
+        assert "�" not in detokenizer.text
+    assert detokenizer.find_stop() == 2
+    assert detokenizer.cut(2) == 3  # 'a' and the two bytes of 'ñ'
+    assert detokenizer.text == "añ"
+
+
 def test_of_two_stops_in_one_token_the_first_counts() -> None:
     for stops in (["c", "b"], ["b", "c"]):
         detokenizer = Detokenizer(texts_of("a", "xbxc"), stops)

@@ -1,4 +1,4 @@
-"""Bad input gets a typed error that says what to do; the other requests go on."""
+"""Invalid input raises a typed error that says what to do; the other requests go on."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ BAD_PROMPTS: dict[str, tuple[Any, SamplingParams, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)
-def test_bad_request_is_raised_and_its_mates_go_on(llm: LLM, name: str) -> None:
-    prompt, sampling, kind, message = BAD_PROMPTS[name]
+def test_a_bad_request_is_raised_and_the_others_go_on(llm: LLM, name: str) -> None:
+    prompt, params, kind, message = BAD_PROMPTS[name]
     good = zoo.ragged_prompts(2)
     expected = [zoo.reference(llm.model, p, 8) for p in good]
-    batch, settings = [good[0], prompt, good[1]], [GREEDY, sampling, GREEDY]
+    batch, params_of_each = [good[0], prompt, good[1]], [GREEDY, params, GREEDY]
     with pytest.raises(kind, match=message) as caught:
-        llm.generate(batch, settings)
+        llm.generate(batch, params_of_each)
     assert isinstance(caught.value, errors.DraftaheadError)
     outs = caught.value.completions
     assert outs is not None
     assert [o.token_ids for o in (outs[0], outs[2])] == expected
-    outs = llm.generate(batch, settings, errors="return")
+    outs = llm.generate(batch, params_of_each, errors="return")
     assert [o.finish_reason for o in outs] == ["length", "error", "length"]
     assert isinstance(outs[1].error, kind)
 
 
-def test_unset_max_tokens_is_cut_to_the_room(llm: LLM) -> None:
+def test_unset_max_tokens_is_cut_to_what_the_context_has_room_for(llm: LLM) -> None:
     assert len(llm.generate([1] * 60, SamplingParams(temperature=0))[0].token_ids) == 4
 
 
-BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
+BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature must be 0"),
     ({"temperature": float("nan")}, "temperature must be 0"),
     ({"top_p": 0}, "top_p must be above 0"),
@@ -92,7 +92,7 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), BAD_SAMPLING)
+@pytest.mark.parametrize(("fields", "message"), BAD_PARAMS)
 def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(errors.ConfigError, match=message):
         SamplingParams(**fields)
@@ -144,7 +144,7 @@ def test_bad_options_of_the_llm() -> None:
 def test_cache_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "free_memory", lambda device: 1 << 20)
     with pytest.raises(
-        errors.CacheMemoryError, match=r"needs 0\.\d+ GiB \(64 rows.*lower max_batch"
+        errors.CacheMemoryError, match=r"needs 0\.\d+ GiB \(64 slots.*lower max_batch"
     ):
         LLM(zoo.tiny("llama"), max_batch=64)
 
