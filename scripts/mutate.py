@@ -41,26 +41,42 @@ WRITTEN = Path(__file__).with_name("mutants_written.toml")  # by hand: search an
 RESULTS = ROOT / "build" / "mutants.jsonl"
 MARKERS = "not slow and not model and not gpu"
 
-# Each target: its file, and its tests, quickest first. They run in this order, and a folder leaves
-# out what went before it.
-ACCEPTANCE = ["tests/sampling", "tests/engine/test_drafter_faults.py"]
-CACHE = ["tests/kv", "tests/engine/test_lossless.py", "tests/engine/test_replay.py"]
-TARGETS: dict[str, tuple[str, list[str]]] = {
-    "accept": ("sampling/accept.py", ACCEPTANCE),
-    "processors": ("sampling/processors.py", ["tests/sampling/test_processors.py", *ACCEPTANCE]),
-    "sample": ("sampling/sample.py", ["tests/sampling/test_processors.py", *ACCEPTANCE]),
-    "draft_sampler": (
-        "sampling/draft_sampler.py",
-        ["tests/sampling/test_draft_sampler.py", *ACCEPTANCE],
-    ),
-    "noise": ("sampling/noise.py", ["tests/sampling/test_noise.py", *ACCEPTANCE]),
-    "scheduler": ("engine/scheduler.py", ["tests/engine"]),
-    "engine": ("engine/engine.py", ["tests/engine"]),
-    "detokenizer": ("core/detokenizer.py", ["tests/core"]),
-    "tree": ("core/tree.py", ["tests/core", *ACCEPTANCE]),
-    "draft": ("core/draft.py", ["tests/core", *ACCEPTANCE]),
-    "guard": ("drafters/guard.py", ["tests/engine/test_drafter_faults.py"]),
-    "base": ("drafters/base.py", ["tests/engine/test_drafter_faults.py"]),
+
+def _files(folder: str, names: str) -> list[str]:
+    return [f"tests/{folder}/test_{name}.py" for name in names.split()]
+
+
+# Each target: its file, and its tests: those that catch most in a moment, then others.
+Gate = tuple[list[str], list[str]]
+SAMPLING: Gate = (
+    _files("sampling", "sibling_rejection processors matching logprobs block_verification")
+    + _files("sampling", "acceptance_noise acceptance_not_finite draft_sampler")
+    + _files("sampling", "noise_coupled_drafting"),
+    _files("sampling", "truncation typical_acceptance acceptance_enumerated")
+    + _files("engine", "drafter_isolation drafter_faults"),
+)
+CORE: Gate = (["tests/core"], [*SAMPLING[0], *SAMPLING[1]])
+ENGINE: Gate = (
+    ["tests/core", *_files("engine", "scheduler slots drafter_isolation target_faults")],
+    _files("engine", "drafter_faults launch_ahead replay"),
+)
+CACHE: Gate = (
+    ["tests/kv", *_files("models", "runner support hidden_states"), *_files("engine", "replay")],
+    ["tests/models", *_files("engine", "slots drafter_isolation target_faults")],
+)
+TARGETS: dict[str, tuple[str, Gate]] = {
+    "accept": ("sampling/accept.py", SAMPLING),
+    "processors": ("sampling/processors.py", SAMPLING),
+    "sample": ("sampling/sample.py", SAMPLING),
+    "draft_sampler": ("sampling/draft_sampler.py", SAMPLING),
+    "noise": ("sampling/noise.py", (SAMPLING[0], ["tests/sampling/test_noise.py"])),
+    "tree": ("core/tree.py", CORE),
+    "draft": ("core/draft.py", CORE),
+    "detokenizer": ("core/detokenizer.py", (["tests/core"], ENGINE[0])),
+    "scheduler": ("engine/scheduler.py", ENGINE),
+    "engine": ("engine/engine.py", ENGINE),
+    "guard": ("drafters/guard.py", ENGINE),
+    "base": ("drafters/base.py", ENGINE),
     "cache": ("kv/cache.py", CACHE),
     "attention": ("kv/attention.py", CACHE),
     "verifier": ("models/verifier.py", CACHE),
@@ -78,7 +94,11 @@ class Mutant(NamedTuple):
     before: str
     after: str
     source: str  # of the whole file
-    tests: tuple[str, ...]
+    gate: Gate
+
+    @property
+    def tests(self) -> list[str]:
+        return [*self.gate[0], *self.gate[1]]
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -96,9 +116,9 @@ def mutants(target: str) -> Iterator[Mutant]:
     if target == "written":
         yield from _written()
         return
-    file, tests = TARGETS[target]
+    file, gate = TARGETS[target]
     for mutation in mutations((ROOT / PACKAGE / file).read_text("utf-8")):
-        yield Mutant(target, file, *mutation, tuple(tests))
+        yield Mutant(target, file, *mutation, gate)
 
 
 def _written() -> Iterator[Mutant]:
@@ -109,7 +129,7 @@ def _written() -> Iterator[Mutant]:
         if text.count(find) != 1:
             raise SystemExit(f"{WRITTEN.name}: {name!r} occurs {text.count(find)} times in {file}")
         source = text.replace(find, put)
-        yield Mutant("written", file, name, find, put, source, tuple(entry["tests"]))
+        yield Mutant("written", file, name, find, put, source, (entry["tests"], []))
 
 
 def equivalents() -> dict[tuple[str, str, str, str], str]:
@@ -134,33 +154,36 @@ class Copy:
         for part in ("src", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        self._unmutated: dict[str, float] = {}  # seconds that tests take
+        self._limits: dict[str, tuple[int, int]] = {}  # of gates, in seconds
 
     def test(self, mutant: Mutant) -> str:
         """'caught', 'too long' or 'survived'."""
-        limits = self._limits(mutant)
+        gate = str(mutant.gate)
+        if gate not in self._limits:
+            self._limits[gate] = self._measure(*mutant.gate)
+        more = 0 if mutant.file.endswith(".py") else COMPILING
         path = self.folder / PACKAGE / mutant.file
         original = path.read_text("utf-8")
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()
         path.write_text(mutant.source, "utf-8")
         try:
-            return self._run(mutant.tests, limits)
+            return self._run(mutant.gate, [limit + more for limit in self._limits[gate]])
         finally:
             path.write_text(original, "utf-8")
 
-    def _limits(self, mutant: Mutant) -> list[int]:
-        """Seconds for each of its tests, by what they take without a mutant."""
-        for at, test in enumerate(mutant.tests):
-            if test not in self._unmutated:
-                start, log = time.perf_counter(), ROOT / "build" / "mutants.log"
-                if self._run(mutant.tests[: at + 1][-1:], [3600], log) != "survived":
-                    raise SystemExit(f"the tests fail without a mutant, see {log}: {test}")
-                self._unmutated[test] = time.perf_counter() - start
-        more = SECONDS if mutant.file.endswith(".py") else SECONDS + COMPILING
-        return [more + int(TIMES * self._unmutated[test]) for test in mutant.tests]
+    def _measure(self, quick: list[str], others: list[str]) -> tuple[int, int]:
+        """Limits of tests, by what they take without a mutant; all sources are compiled then."""
+        seconds, log = [0.0], self.folder / "log"
+        for tests in (quick, [*quick, *others]):
+            start = time.perf_counter()
+            if self._run((tests, []), [3600, 3600], log) != "survived":
+                raise SystemExit(f"the tests fail without a mutant:\n{log.read_text('utf-8')}")
+            seconds.append(time.perf_counter() - start)
+        first, second = (SECONDS + int(TIMES * found) for found in seconds[1:])
+        return first, second
 
-    def _run(self, tests: Sequence[str], limits: Sequence[int], log: Path | None = None) -> str:
+    def _run(self, gate: Gate, limits: Sequence[int], log: Path | None = None) -> str:
         child = os.fork()
         if not child:
             code = 99
@@ -168,7 +191,7 @@ class Copy:
                 os.setsid()
                 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
                 sys.dont_write_bytecode = log is None
-                code = self._pytest(tests, limits, log)
+                code = self._pytest(gate, limits, log)
             except BaseException:
                 traceback.print_exc()
             os._exit(code)
@@ -178,7 +201,7 @@ class Copy:
             return "too long"
         return "caught" if status else "survived"
 
-    def _pytest(self, tests: Sequence[str], limits: Sequence[int], log: Path | None) -> int:
+    def _pytest(self, gate: Gate, limits: Sequence[int], log: Path | None) -> int:
         import pytest
 
         out = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -190,11 +213,11 @@ class Copy:
         options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", MARKERS]
         options += ["--assert=plain", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         options += [f"--basetemp={self.folder / 'tmp'}"]
-        for at, (test, limit) in enumerate(zip(tests, limits, strict=True)):
+        for tests, limit in zip(gate, limits, strict=True):
             signal.alarm(limit)
-            ignored = [f"--ignore={one}" for one in tests[:at]]
-            if code := int(pytest.main([*options, *ignored, test])):
+            if tests and (code := int(pytest.main([*options, *tests]))):
                 return code
+            options += [f"--ignore={test}" for test in tests]
         return 0
 
 
@@ -222,14 +245,15 @@ def _preload() -> None:
 
 
 @functools.cache
-def _stamp(file: str, tests: tuple[str, ...]) -> str:
+def _digest(path: Path) -> bytes:
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
+
+
+def _stamp(mutant: Mutant) -> str:
     """Of a source file and its tests: a result holds only as long as they are the same."""
-    digest = hashlib.sha256((ROOT / PACKAGE / file).read_bytes())
-    for test in tests:
-        path = ROOT / test.partition("::")[0]
-        for found in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(found.read_bytes())
-    return digest.hexdigest()[:12]
+    paths = [PACKAGE / mutant.file, *(test.partition("::")[0] for test in mutant.tests)]
+    return hashlib.sha256(b"".join(_digest(ROOT / path) for path in paths)).hexdigest()[:12]
 
 
 def known_results() -> dict[str, dict[str, Any]]:
@@ -248,7 +272,7 @@ def run(found: Sequence[Mutant], *, keep_caught: bool, jobs: int, deadline: floa
             return False
         if keep_caught and line["outcome"] != "survived":
             return True
-        return bool(line["stamp"] == _stamp(mutant.file, mutant.tests))
+        return bool(line["stamp"] == _stamp(mutant))
 
     untried = [mutant for mutant in found if not holds(mutant)]
     if not untried:
@@ -278,8 +302,8 @@ def _try(found: Sequence[Mutant], deadline: float) -> None:
                 return
             start, outcome = time.perf_counter(), place.test(mutant)
             line = mutant._asdict() | {"name": mutant.name, "outcome": outcome}
-            del line["source"], line["tests"]
-            line["stamp"] = _stamp(mutant.file, mutant.tests)
+            del line["source"], line["gate"]
+            line["stamp"] = _stamp(mutant)
             line["seconds"] = round(time.perf_counter() - start, 2)
             out.write(json.dumps(line) + "\n")
             out.flush()

@@ -113,7 +113,9 @@ def _changes(node: Any, drops: bool) -> Iterator[Change]:
         case ast.BoolOp():
             yield _set(op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
             yield from (_item("values", at) for at in range(len(node.values)))
-        case ast.UnaryOp() if not isinstance(node.operand, ast.Constant):  # -1: mostly a dimension
+        case ast.UnaryOp(operand=ast.Constant(value=value)):
+            yield _set(operand=ast.Constant(value + 1))  # the others: the same dimension, mostly
+        case ast.UnaryOp():
             yield lambda found: found.operand
         case ast.IfExp():
             yield lambda found: found.body
@@ -224,8 +226,10 @@ def _places(module: ast.Module) -> list[_Place]:
             drops = names <= bound and bool(function) and not function.endswith("__init__")
             bound |= names
         found.append(_Place(index[id(node)], function, statement, drops))
-        if isinstance(node, ast.Raise):
-            return  # what words an error
+        if isinstance(node, ast.Raise):  # what is below it only words an error
+            return
+        if isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
+            return  # -1 is one constant
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "type_params", "bases"):
                 continue

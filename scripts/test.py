@@ -21,7 +21,7 @@ CHECKS = [
     ["-m", "mypy", "--no-error-summary"],
 ]
 # After the tests, with --all only: commands that take long and are no tests of pytest.
-NIGHTLY: list[list[str]] = []
+NIGHTLY: list[list[str]] = [["scripts/mutate.py", "--jobs", "2", "--minutes", "120"]]
 
 
 def commands(arguments: Sequence[str]) -> list[list[str]]:
