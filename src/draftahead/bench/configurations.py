@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from draftahead.bench.machine import synchronize
+from draftahead.bench import PLAIN
+from draftahead.core.device import device_of
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
 from draftahead.errors import ConfigError
@@ -17,7 +18,7 @@ from draftahead.llm import LLM
 from draftahead.loader.embedded import ALIASES
 from draftahead.loader.hub import load
 
-PLAIN = "none"  # the configuration that speed-ups refer to
+ENGINES = ("transformers", "llama.cpp")
 
 
 @dataclass
@@ -41,8 +42,8 @@ class Configuration(Protocol):
 class Draftahead:
     """A drafter in this engine."""
 
-    def __init__(self, name: str, llm: LLM, batch: int) -> None:
-        self.name, self.llm, self.batch = name, llm, batch
+    def __init__(self, name: str, llm: LLM) -> None:
+        self.name, self.llm, self.batch = name, llm, llm.config.max_batch
 
     def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
         start = time.perf_counter()
@@ -51,47 +52,44 @@ class Draftahead:
         total = Stats()
         for completion in completions:
             total.add(completion.stats)
-        lossless = all(completion.lossless for completion in completions)
         texts = [completion.token_ids for completion in completions]
-        return Outcome(seconds, total.tokens, texts, total, lossless)
+        return Outcome(seconds, total.tokens, texts, total, self.llm.config.lossless)
 
 
 def with_drafters(
     llm: LLM, drafters: Mapping[str, Any], batch: int, context: int, *, lossless: bool = True
 ) -> list[Draftahead]:
     """Plain decoding and each drafter, by name, over the weights of one model."""
-    found = []
-    for name, drafter in ({PLAIN: PLAIN} | dict(drafters)).items():
-        own = llm.with_drafter(
-            drafter, max_batch=batch, max_context=context, lossless=lossless or name == PLAIN
-        )
-        found.append(Draftahead(name, own, batch))
-    return found
+    plain = llm.with_drafter(PLAIN, max_batch=batch, max_context=context, lossless=True)
+    return [
+        Draftahead(PLAIN, plain),
+        *(
+            Draftahead(name, plain.with_drafter(drafter, lossless=lossless))
+            for name, drafter in drafters.items()
+        ),
+    ]
 
 
 class Transformers:
     """transformers' `generate`: plain, with prompt look-up, or with an assistant model."""
 
-    def __init__(self, name: str, model: Any, options: dict[str, Any]) -> None:
-        self.name, self.model, self.options, self.batch = name, model, options, 1
+    batch = 1
+
+    def __init__(self, name: str, model: Any, **options: Any) -> None:
+        self.name, self.model, self.options = name, model, options
 
     def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
-        options: dict[str, Any] = {"do_sample": bool(params.temperature), **self.options}
+        options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
         if params.temperature:
-            options["temperature"] = params.temperature
+            options |= {"do_sample": True, "temperature": params.temperature}
         texts, start = [], time.perf_counter()
         for prompt in prompts:
             ids = torch.tensor([prompt], device=self.model.device)
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=params.max_tokens,
-                **options,
-            )
+            mask = torch.ones_like(ids)
+            out = self.model.generate(ids, attention_mask=mask, **options, **self.options)
             texts.append(out[0, len(prompt) :].tolist())
-        synchronize(self.model.device)
-        seconds = time.perf_counter() - start
-        return Outcome(seconds, sum(map(len, texts)), texts)
+        device_of(self.model.device).synchronize()
+        return Outcome(time.perf_counter() - start, sum(map(len, texts)), texts)
 
 
 class LlamaCpp:
@@ -113,20 +111,13 @@ class LlamaCpp:
         self.server = xllamacpp.Server(parameters)
 
     def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
+        options = {"max_tokens": params.max_tokens, "temperature": params.temperature}
         tokens, start = 0, time.perf_counter()
         for prompt in prompts:
-            request = {
-                "prompt": prompt,
-                "max_tokens": params.max_tokens,
-                "temperature": params.temperature,
-                "cache_prompt": False,
-            }
+            request = {"prompt": prompt, "cache_prompt": False, **options}
             answer = self.server.handle_completions(request)
             tokens += int(answer["usage"]["completion_tokens"])
         return Outcome(time.perf_counter() - start, tokens, [])
-
-
-ENGINES = ("transformers", "llama.cpp")
 
 
 def other_engines(names: Sequence[str], model: str, device: torch.device) -> list[Configuration]:
@@ -135,9 +126,9 @@ def other_engines(names: Sequence[str], model: str, device: torch.device) -> lis
     if "transformers" in names:
         # A copy of its own: our model may be quantized, and its attention function is replaced.
         own = load(model, device=device)[0]
-        look_up = {"prompt_lookup_num_tokens": 8}
-        found.append(Transformers("transformers", own, {}))
-        found.append(Transformers("transformers prompt look-up", own, look_up))
+        found.append(Transformers("transformers", own))
+        look_up = Transformers("transformers prompt look-up", own, prompt_lookup_num_tokens=8)
+        found.append(look_up)
     if "llama.cpp" in names:
         if model not in ALIASES:
             raise ConfigError("--against llama.cpp runs the embedded model's own GGUF file")
@@ -151,6 +142,6 @@ def transformers_assisted(model: Any, draft: Any, num_drafted: int) -> list[Conf
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
     return [
-        Transformers("transformers", model, {}),
-        Transformers("transformers assisted", model, {"assistant_model": draft}),
+        Transformers("transformers", model),
+        Transformers("transformers assisted", model, assistant_model=draft),
     ]

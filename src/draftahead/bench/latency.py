@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from draftahead.bench.machine import memory_read, timed
+from draftahead.loader.progress import progress_bar
 from draftahead.models.runner import ModelRunner
 
 NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # of the forward passes that are timed
 TREE_NODES = 16  # of a binary draft tree, timed beside the chains
-REPEATS = 15
 WARM_UP = 2  # repetitions that are not counted
 PERCENTILE = 10  # the latency without disturbance by other processes
 
@@ -28,13 +28,11 @@ def measure_latency(
     *,
     num_tokens: Sequence[int] = NUM_TOKENS,
     context: int = 256,
-    repeats: int = REPEATS,
-    progress: Callable[[], None] = lambda: None,
+    repeats: int = 15,
 ) -> dict[str, Any]:
-    """Forward passes of each size, and reads of as many bytes as the weights have, interleaved.
-    `progress` is called after each of the `repeats + WARM_UP` repetitions."""
+    """Forward passes of each size, and reads of as many bytes as the weights have, interleaved."""
     size = weight_bytes(runner.model)
-    context = max(1, min(context, runner.max_context - max(num_tokens)))
+    context = max(1, min(context, runner.max_context - max(*num_tokens, TREE_NODES)))
     generator = torch.Generator().manual_seed(0)
 
     def random_tokens(count: int) -> torch.Tensor:
@@ -44,30 +42,23 @@ def measure_latency(
     jobs: dict[Any, Callable[[], Any]] = {
         n: partial(runner.forward, random_tokens(n)) for n in num_tokens
     }
+    parents = torch.tensor([[-1, *((node - 1) // 2 for node in range(1, TREE_NODES))]])
+    jobs["tree"] = partial(runner.forward, random_tokens(TREE_NODES), parents=parents)
     jobs["read"] = memory_read(size, runner.device)
-    if runner.max_context - context >= TREE_NODES:
-        parents = torch.tensor([[-1, *((node - 1) // 2 for node in range(1, TREE_NODES))]])
-        jobs["tree"] = partial(runner.forward, random_tokens(TREE_NODES), parents=parents)
-    times: dict[Any, list[float]] = {name: [] for name in jobs}
-    for repetition in range(WARM_UP + repeats):
-        for name, job in jobs.items():
-            ms = timed(job, runner.device)
-            if repetition >= WARM_UP:
-                times[name].append(ms)
-        progress()
+    times = _interleaved(jobs, repeats, runner.device)
     runner.cache.tokens_in[0].clear()
     low = {name: float(np.percentile(ms, PERCENTILE)) for name, ms in times.items()}
     bound, one_token = low["read"], low[num_tokens[0]]
-    tree = None
-    if "tree" in low:
-        over_one = low["tree"] / one_token
-        tree = {"nodes": TREE_NODES, "ms": low["tree"], "over_one_token": over_one}
     return {
         "weight_bytes": size,
         "context": context,
         "memory_bound_ms": bound,
         "bandwidth_gb_per_s": size / bound / 1e6,
-        "tree": tree,
+        "tree": {
+            "nodes": TREE_NODES,
+            "ms": low["tree"],
+            "over_one_token": low["tree"] / one_token,
+        },
         "latency": [
             {
                 "tokens": n,
@@ -81,15 +72,25 @@ def measure_latency(
     }
 
 
+def _interleaved(
+    jobs: dict[Any, Callable[[], Any]], repeats: int, device: torch.device
+) -> dict[Any, list[float]]:
+    """Milliseconds of each repetition of each job."""
+    times: dict[Any, list[float]] = {name: [] for name in jobs}
+    with progress_bar("latency by number of tokens", WARM_UP + repeats) as step:
+        for _ in range(WARM_UP + repeats):
+            for name, job in jobs.items():
+                times[name].append(timed(job, device))
+            step()
+    return {name: ms[WARM_UP:] for name, ms in times.items()}
+
+
 def weight_bytes(model: Any) -> int:
     """Bytes that a forward pass must read: all weights but an embedding that is not the LM head."""
-    sizes: dict[int, int] = {}
-    embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight.data_ptr() == embedding.data_ptr()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-    if not tied:
+    tensors = [*model.parameters(), *model.buffers()]
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if head is None or head.weight.data_ptr() != embedding.data_ptr():
         sizes.pop(embedding.data_ptr(), None)
     return sum(sizes.values())
 

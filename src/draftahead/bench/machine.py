@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +47,18 @@ def provenance() -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        return next(
-            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:
     """Commit of the running source, with a plus sign if files differ from it; None outside git."""
-    folder = Path(draftahead.__file__).parent
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
+        command = ["git", "-C", str(Path(draftahead.__file__).parent), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
@@ -70,9 +68,9 @@ def _commit() -> str | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes used so far: of the process, or on its GPU."""
-    if (on_device := device_of(device).peak_memory()) is not None:
-        return on_device
+    """Peak bytes used so far: on a GPU, or of the process."""
+    if (on_gpu := device_of(device).peak_memory()) is not None:
+        return on_gpu
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -103,7 +101,3 @@ def timed(job: Callable[[], object], device: torch.device) -> float:
     kind.mark(end)
     end.synchronize()
     return float(begin.elapsed_time(end))
-
-
-def synchronize(device: torch.device) -> None:
-    device_of(device).synchronize()

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from draftahead.bench.configurations import PLAIN, Configuration, Draftahead, Outcome
+from draftahead.bench import OVERALL, PLAIN
+from draftahead.bench.configurations import Configuration, Draftahead, Outcome
 from draftahead.bench.prompts import BenchPrompt
 from draftahead.control.policy import SURVEYED_KEYS
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
 from draftahead.llm import LLM
+from draftahead.loader.progress import progress_bar
 
-OVERALL = "overall"
 RANDOM_LENGTHS = (8, 32, 128, 384)  # tokens of random prompts
 RANDOM_PROMPTS = 16  # unless limited
 
@@ -63,26 +64,26 @@ def batches_by_task(
     limit: int | None,
 ) -> list[PromptBatch]:
     """The first turns of up to `limit` prompts per task, in batches of one task."""
-    tasks: dict[str, list[list[int]]] = {}
-    for prompt in prompts:
-        encoded = tasks.setdefault(prompt.task, [])
-        if limit is None or len(encoded) < limit:
-            encoded.append(encode([{"role": "user", "content": prompt.turns[0]}]))
-    return [
-        PromptBatch(task, encoded[start : start + batch])
-        for task, encoded in tasks.items()
-        for start in range(0, len(encoded), batch)
-    ]
+    found = []
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        turns = [prompt.turns[0] for prompt in prompts if prompt.task == task][:limit]
+        encoded = [encode([{"role": "user", "content": turn}]) for turn in turns]
+        found += _batches(task, encoded, batch)
+    return found
 
 
-def random_batches(vocabulary: int, batch: int, count: int, longest: int) -> list[PromptBatch]:
+def random_batches(vocab_size: int, batch: int, count: int, longest: int) -> list[PromptBatch]:
     """Random tokens in several lengths: the worst case for a drafter."""
     rng = random.Random(0)
     prompts = [
-        [rng.randrange(vocabulary) for _ in range(min(longest, rng.choice(RANDOM_LENGTHS)))]
+        [rng.randrange(vocab_size) for _ in range(min(longest, rng.choice(RANDOM_LENGTHS)))]
         for _ in range(count)
     ]
-    return [PromptBatch("random", prompts[at : at + batch]) for at in range(0, count, batch)]
+    return _batches("random", prompts, batch)
+
+
+def _batches(task: str, prompts: list[list[int]], size: int) -> list[PromptBatch]:
+    return [PromptBatch(task, prompts[at : at + size]) for at in range(0, len(prompts), size)]
 
 
 def context_for(batches: Sequence[PromptBatch], max_tokens: int, limit: int) -> int:
@@ -101,25 +102,26 @@ def measure(
     batches: list[PromptBatch],
     params: SamplingParams,
     repeats: int,
-    progress: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Each repetition runs a batch with every configuration, starting with another one each time:
     a disturbance of the machine hits all of them. Ctrl-C ends the measurement and keeps the
-    batches that are complete. `progress` is called after each run."""
+    batches that are complete."""
     configurations, interrupted = list(configurations), False
-    try:
-        warm_up = SamplingParams(temperature=0, max_tokens=min(4, params.max_tokens or 4))
-        for configuration in configurations:
-            configuration.run(batches[0].prompts[:1], warm_up)
-        for number, batch in enumerate(batches):
-            for repetition in range(repeats):
-                first = (number + repetition) % len(configurations)
-                for configuration in configurations[first:] + configurations[:first]:
-                    outcome = configuration.run(batch.prompts, params)
-                    batch.outcomes.setdefault(configuration.name, []).append(outcome)
-                    progress()
-    except KeyboardInterrupt:
-        interrupted = True
+    runs = len(batches) * repeats * len(configurations)
+    with progress_bar(f"batch {configurations[0].batch}", runs) as step:
+        try:
+            warm_up = SamplingParams(temperature=0, max_tokens=min(4, params.max_tokens or 4))
+            for configuration in configurations:
+                configuration.run(batches[0].prompts[:1], warm_up)
+            for number, batch in enumerate(batches):
+                for repetition in range(repeats):
+                    first = (number + repetition) % len(configurations)
+                    for configuration in configurations[first:] + configurations[:first]:
+                        outcome = configuration.run(batch.prompts, params)
+                        batch.outcomes.setdefault(configuration.name, []).append(outcome)
+                        step()
+        except KeyboardInterrupt:
+            interrupted = True
     complete = [b for b in batches if all(b.outcomes.get(c.name) for c in configurations)]
     return Measurement(configurations, complete, interrupted)
 
@@ -142,11 +144,12 @@ def results_of(
             if isinstance(configuration, Draftahead):
                 entry |= _engine_result(configuration, batches)
                 if forward_ms is not None and configuration.batch == 1:
-                    entry["worst_predicted_speedup"] = min(
-                        _forward_passes_ms(batch.outcomes[PLAIN], forward_ms)
-                        / _forward_passes_ms(batch.outcomes[configuration.name], forward_ms)
-                        for batch in batches
-                    )
+                    predicted = [
+                        [_forward_passes_ms(b.outcomes[name], forward_ms) for b in batches]
+                        for name in (PLAIN, configuration.name)
+                    ]
+                    speedups = [plain / own for plain, own in zip(*predicted, strict=True)]
+                    entry["worst_predicted_speedup"] = min(speedups)
             results.append(entry)
     return results
 
@@ -156,28 +159,24 @@ def _result(
 ) -> dict[str, Any]:
     """What is known of every engine."""
     name = configuration.name
-
-    def seconds(name: str) -> float:
-        return sum(median(o.seconds for o in batch.outcomes[name]) for batch in batches)
-
-    repeats = min(len(batch.outcomes[n]) for batch in batches for n in (name, PLAIN))
+    own, plain = ([batch.outcomes[n] for batch in batches] for n in (name, PLAIN))
     speedups = [
-        sum(batch.outcomes[PLAIN][i].seconds for batch in batches)
-        / sum(batch.outcomes[name][i].seconds for batch in batches)
-        for i in range(repeats)
+        sum(outcomes[i].seconds for outcomes in plain)
+        / sum(outcomes[i].seconds for outcomes in own)
+        for i in range(min(map(len, own + plain)))
     ]
-    last = [batch.outcomes[name][-1] for batch in batches]
-    plain_texts = [text for batch in batches for text in batch.outcomes[PLAIN][-1].texts]
-    texts = [text for outcome in last for text in outcome.texts]
-    tokens = sum(outcome.tokens for outcome in last)
+    tokens = sum(outcomes[-1].tokens for outcomes in own)
+    texts, plain_texts = (
+        [text for outcomes in runs for text in outcomes[-1].texts] for runs in (own, plain)
+    )
     entry = {
         "name": name,
         "task": task,
         "batch": configuration.batch,
         "prompts": len(plain_texts),
         "tokens": tokens,
-        "tokens_per_second": tokens / seconds(name),
-        "speedup": seconds(PLAIN) / seconds(name),
+        "tokens_per_second": tokens / _seconds(batches, name),
+        "speedup": _seconds(batches, PLAIN) / _seconds(batches, name),
         "speedup_spread": [min(speedups), max(speedups)],
     }
     if texts:
@@ -188,27 +187,17 @@ def _result(
 
 def _engine_result(configuration: Draftahead, batches: Sequence[PromptBatch]) -> dict[str, Any]:
     """What this engine reports beyond that."""
-
-    def decode_seconds(name: str) -> float:
-        return sum(
-            median(o.stats.decode_seconds / len(batch.prompts) for o in batch.outcomes[name])
-            for batch in batches
-        )
-
     name, stats = configuration.name, Stats()
     last = [batch.outcomes[name][-1] for batch in batches]
     for outcome in last:
         stats.add(outcome.stats)
+    copied = ("mean_acceptance_length", "acceptance_rate", "drafted_at", "accepted_at")
+    decoding = [_seconds(batches, n, decoding=True) for n in (PLAIN, name)]
     return {
         "drafter": name,
         "lossless": all(outcome.lossless for outcome in last),
-        "decode_speedup": decode_seconds(PLAIN) / decode_seconds(name),
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "acceptance_rate": stats.acceptance_rate,
-        "drafted_at": stats.drafted_at,
-        "accepted_at": stats.accepted_at,
-        "steps_by_nodes": stats.steps_by_nodes,
-        "seconds_by_nodes": stats.seconds_by_nodes,
+        "decode_speedup": decoding[0] / decoding[1],
+        **{key: getattr(stats, key) for key in (*copied, "steps_by_nodes", "seconds_by_nodes")},
         # Sequences of a batch share forward passes; the seconds of each count them in full.
         "ms_per_forward": 1e3 * stats.verify_seconds / stats.steps,
         "ms_per_step": 1e3 * stats.decode_seconds / stats.steps,
@@ -219,12 +208,19 @@ def _engine_result(configuration: Draftahead, batches: Sequence[PromptBatch]) ->
     }
 
 
+def _seconds(batches: Sequence[PromptBatch], name: str, *, decoding: bool = False) -> float:
+    """Of a configuration: all, or those of decoding only."""
+
+    def of(outcome: Outcome, batch: PromptBatch) -> float:
+        return outcome.stats.decode_seconds / len(batch.prompts) if decoding else outcome.seconds
+
+    return sum(median(of(outcome, b) for outcome in b.outcomes[name]) for b in batches)
+
+
 def _forward_passes_ms(outcomes: Sequence[Outcome], forward_ms: Callable[[int], float]) -> float:
     """Predicted time of all forward passes of a text: their number by nodes, times the latency."""
-    return median(
-        sum(
-            count * forward_ms(nodes)
-            for nodes, count in enumerate(outcome.stats.steps_by_nodes, start=1)
-        )
-        for outcome in outcomes
-    )
+    return median(forward_passes_ms(o.stats.steps_by_nodes, forward_ms) for o in outcomes)
+
+
+def forward_passes_ms(steps_by_nodes: Sequence[int], forward_ms: Callable[[int], float]) -> float:
+    return sum(count * forward_ms(n) for n, count in enumerate(steps_by_nodes, start=1))

@@ -27,9 +27,7 @@ def load_prompts(source: str | Path = "builtin") -> list[BenchPrompt]:
         except OSError as error:
             raise ConfigError(f"cannot read the prompts in {source}: {error.strerror}") from None
     found = []
-    for number, line in enumerate(
-        text.split("\n"), start=1
-    ):  # not splitlines: texts may hold U+2028
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would split at U+2028
         if not line.strip():
             continue
         try:

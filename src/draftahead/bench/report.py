@@ -2,70 +2,79 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from draftahead.bench.configurations import PLAIN
-from draftahead.errors import ConfigError
+from draftahead.bench import PLAIN
 
 # ---------------------------------------------------------------------------------- tables
 
 
-def latency_table(report: dict[str, Any]) -> Table:
-    bound = report["memory_bound_ms"]
-    table = Table(
+def table_of(left: Iterable[str], right: Iterable[str], **options: Any) -> Table:
+    """A table without rows, of columns that are aligned to the left and to the right."""
+    table = Table(**options)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def latency_table(report: Mapping[str, Any]) -> Table:
+    bound, tree = report["memory_bound_ms"], report["tree"]
+    table = table_of(
+        (),
+        ("tokens", "ms", "times the memory-bandwidth bound", "times one token"),
         title=f"one forward pass: {report['weight_bytes'] / 1e6:.0f} MB of weights at "
         f"{report['bandwidth_gb_per_s']:.1f} GB/s take {bound:.1f} ms",
         caption="10th percentile of interleaved repetitions",
     )
-    for name in ("tokens", "ms", "times the memory-bandwidth bound", "times one token"):
-        table.add_column(name, justify="right")
-    for row in report["latency"]:
-        ratios = (f"{row['over_bound']:.2f}x", f"{row['over_one_token']:.2f}x")
-        table.add_row(str(row["tokens"]), f"{row['ms']:.2f}", *ratios)
-    if tree := report.get("tree"):
-        table.add_section()
-        ratios = (f"{tree['ms'] / bound:.2f}x", f"{tree['over_one_token']:.2f}x")
-        table.add_row(f"tree of {tree['nodes']}", f"{tree['ms']:.2f}", *ratios)
+    rows = [(str(row["tokens"]), row) for row in report["latency"]]
+    for tokens, row in [*rows, (f"tree of {tree['nodes']}", tree)]:
+        if row is tree:
+            table.add_section()
+        ratios = row["ms"] / bound, row["over_one_token"]
+        table.add_row(tokens, f"{row['ms']:.2f}", *(f"{ratio:.2f}x" for ratio in ratios))
     return table
 
 
-def overhead_table(report: dict[str, Any]) -> Table:
+def overhead_table(report: Mapping[str, Any]) -> Table:
     """The engine's overhead on a shape with random weights."""
     rate = report["simulated_acceptance_rate"]
-    table = Table(
-        title=f"{report['shape']}, simulated acceptance rate {rate:.2f}", show_header=False
-    )
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    for name, value in {
-        "plain decoding, per token": f"{report['plain_ms_per_token']:.2f} ms",
-        "drafted decoding, per token": f"{report['drafted_ms_per_token']:.2f} ms",
-        "mean acceptance length": f"{report['mean_acceptance_length']:.2f}",
-        "speed-up, decoding only": f"{report['speedup']:.2f}x",
-        "predicted from forward passes": f"{report['predicted_speedup']:.2f}x",
-        "measured over predicted": f"{report['measured_over_predicted']:.2f}",
-        "outside forward passes, plain": f"{report['outside_forward_plain']:.1%}",
-        "outside forward passes, drafted": f"{report['outside_forward_drafted']:.1%}",
-        f"a step of {report['num_speculative_tokens'] + 1} tokens, all accepted, over a plain "
-        "step": f"{report['accepted_step_over_plain_step']:.2f}x",
-    }.items():
-        table.add_row(name, value)
+    title = f"{report['shape']}, simulated acceptance rate {rate:.2f}"
+    table = table_of([""], [""], title=title, show_header=False)
+    all_accepted = f"a step of {report['num_speculative_tokens'] + 1} tokens, all accepted"
+    for name, key, form in (
+        ("plain decoding, per token", "plain_ms_per_token", "{:.2f} ms"),
+        ("drafted decoding, per token", "drafted_ms_per_token", "{:.2f} ms"),
+        ("mean acceptance length", "mean_acceptance_length", "{:.2f}"),
+        ("speed-up, decoding only", "speedup", "{:.2f}x"),
+        ("predicted from forward passes", "predicted_speedup", "{:.2f}x"),
+        ("measured over predicted", "measured_over_predicted", "{:.2f}"),
+        ("outside forward passes, plain", "outside_forward_plain", "{:.1%}"),
+        ("outside forward passes, drafted", "outside_forward_drafted", "{:.1%}"),
+        (f"{all_accepted}, over a plain step", "accepted_step_over_plain_step", "{:.2f}x"),
+    ):
+        table.add_row(name, form.format(report[key]))
     return table
 
 
 def results_table(results: list[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, caption="tok/s and speed-up by wall time, prefill included")
-    for name in ("task", "configuration", "batch"):
-        table.add_column(name, no_wrap=True)
     lengths = ("decoding\nonly", "acceptance\nlength")
-    for name in ("tok/s", "speed-up", "(spread)", *lengths, "identical"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(
+        ("task", "configuration", "batch"),
+        ("tok/s", "speed-up", "(spread)", *lengths, "identical"),
+        title=title,
+        caption="tok/s and speed-up by wall time, prefill included",
+    )
+
+    def known(row: Mapping[str, Any], key: str, form: str) -> str:
+        return form.format(row[key]) if key in row else "-"
+
     previous = None
     for row in results:
         if previous not in (None, row["task"]):
@@ -79,9 +88,9 @@ def results_table(results: list[dict[str, Any]], title: str) -> Table:
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}x",
             f"{low:.2f}-{high:.2f}",
-            f"{row['decode_speedup']:.2f}x" if "decode_speedup" in row else "-",
-            f"{row['mean_acceptance_length']:.2f}" if "mean_acceptance_length" in row else "-",
-            f"{row['identical']:.0%}" if "identical" in row else "-",
+            known(row, "decode_speedup", "{:.2f}x"),
+            known(row, "mean_acceptance_length", "{:.2f}"),
+            known(row, "identical", "{:.0%}"),
         )
         previous = row["task"]
     return table
@@ -90,15 +99,9 @@ def results_table(results: list[dict[str, Any]], title: str) -> Table:
 # --------------------------------------------------------------------------------- figures
 
 
-def require_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'draftahead[bench]'")
-
-
 @contextmanager
 def figure(parts: int, file: Path) -> Iterator[Any]:
     """Yields so many axes side by side; writes the file at the end."""
-    require_matplotlib()
     import matplotlib
 
     matplotlib.use("agg")
@@ -137,16 +140,14 @@ def _draw_results(report: dict[str, Any], axis: Any) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in entries))
     configurations = list(dict.fromkeys((row["drafter"], row["batch"]) for row in entries))
     height = 0.8 / max(len(configurations), 1)
-    for number, configuration in enumerate(configurations):
-        rows = [row for row in entries if (row["drafter"], row["batch"]) == configuration]
-        lossless = all(row.get("lossless", True) for row in rows)
-        speedups = {row["task"]: row["speedup"] for row in rows}
-        label = "{}, batch {}".format(*configuration)
+    for number, (drafter, batch) in enumerate(configurations):
+        rows = [row for row in entries if (row["drafter"], row["batch"]) == (drafter, batch)]
+        lossless = all(row["lossless"] for row in rows)
         axis.barh(
-            [i + number * height for i in range(len(tasks))],
-            [speedups.get(task, 0) for task in tasks],
+            [tasks.index(row["task"]) + number * height for row in rows],
+            [row["speedup"] for row in rows],
             height,
-            label=label if lossless else f"{label}, not lossless",
+            label=f"{drafter}, batch {batch}" + ("" if lossless else ", not lossless"),
             color=None if lossless else "tab:red",
         )
     axis.axvline(1, color="tab:gray", linestyle="--")

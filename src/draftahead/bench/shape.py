@@ -9,50 +9,52 @@ difference is the engine's overhead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftahead.bench.configurations import PLAIN, Configuration, Draftahead, transformers_assisted
+from draftahead.bench import OVERALL, PLAIN
+from draftahead.bench.configurations import Configuration, Draftahead, transformers_assisted
 from draftahead.bench.latency import measure_latency
 from draftahead.bench.machine import peak_memory, provenance
-from draftahead.bench.measure import OVERALL, PromptBatch, measure, results_of
-from draftahead.core.device import default_device, device_of
+from draftahead.bench.measure import PromptBatch, measure, results_of
+from draftahead.config import one_of
 from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter
-from draftahead.errors import ConfigError, nearest
+from draftahead.errors import ConfigError
 from draftahead.llm import LLM
+from draftahead.loader.hub import chosen_device, chosen_dtype
+from draftahead.loader.progress import progress_bar
 
 
 @dataclass(frozen=True)
 class Shape:
-    num_layers: int
-    draft_layers: int  # of the draft model
+    """Fields of LlamaConfig."""
+
+    num_hidden_layers: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
+    num_attention_heads: int
+    num_key_value_heads: int
     vocab_size: int
-    head_dim: int = 128
+    head_dim: int
 
 
 SHAPES = {
-    "llama-8b": Shape(32, 2, 4096, 14336, 32, 8, 128256),
-    "llama-1b": Shape(16, 1, 2048, 8192, 32, 8, 128256, 64),
-    "smollm2-135m": Shape(30, 4, 576, 1536, 9, 3, 49152, 64),
-    "tiny": Shape(4, 1, 64, 128, 4, 2, 512, 32),
+    "llama-8b": Shape(32, 4096, 14336, 32, 8, 128256, 128),
+    "llama-1b": Shape(16, 2048, 8192, 32, 8, 128256, 64),
+    "smollm2-135m": Shape(30, 576, 1536, 9, 3, 49152, 64),
+    "tiny": Shape(4, 64, 128, 4, 2, 512, 32),
 }
+DRAFT_LAYERS = {"llama-8b": 2, "llama-1b": 1, "smollm2-135m": 4, "tiny": 1}  # of the draft model
 PROMPT_LENGTH = 256  # random tokens
 SEARCH_STEPS = 12  # bisection steps of the search for the scale
 TOLERANCE = 0.01  # of the simulated acceptance rate, at which the search ends
 DRAFT, PERFECT = "draft_model", "perfect"  # configurations, beside plain decoding
-
-ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]  # title, total
 
 
 def measure_shape(
@@ -66,106 +68,83 @@ def measure_shape(
     num_prompts: int,
     repeats: int,
     against_transformers: bool,
-    progress_bar: ProgressBar,
 ) -> dict[str, Any]:
     """The report of `draftahead bench --shape`."""
-    where = torch.device(device) if device else default_device()
-    chosen_dtype = dtype_for(dtype, where)
-    target, draft = build_pair(name, chosen_dtype, where)
-    max_tokens = params.max_tokens or 64
-    generator = torch.Generator().manual_seed(1)
+    one_of("--shape", name, SHAPES)
+    where = chosen_device(device)
+    weights_dtype = _weights_dtype(dtype, where)
+    target, draft = build_pair(name, weights_dtype, where)
     size = (num_prompts, PROMPT_LENGTH)
-    prompts = torch.randint(0, SHAPES[name].vocab_size, size, generator=generator).tolist()
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, target.vocab_size, size, generator=generator).tolist()
     perfect = PerfectDrafter(num_drafted)
     drafters: dict[str, Any] = {
         PLAIN: PLAIN,
         DRAFT: {"method": DRAFT, "model": draft, "num_speculative_tokens": num_drafted},
         PERFECT: perfect,
     }
-    context = PROMPT_LENGTH + max_tokens + 8
+    context = PROMPT_LENGTH + (params.max_tokens or 0) + 8
     ours = {
-        key: Draftahead(key, LLM(target, drafter, max_batch=1, max_context=context), 1)
+        key: Draftahead(key, LLM(target, drafter, max_batch=1, max_context=context))
         for key, drafter in drafters.items()
     }
-    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+    greedy = SamplingParams(temperature=0, max_tokens=params.max_tokens)
 
     def first_token_acceptance() -> float:
         stats = ours[DRAFT].run(prompts, greedy).stats
         return stats.accepted_at[0] / stats.drafted_at[0]
 
-    with progress_bar(f"{name}, acceptance rate {acceptance_rate}", SEARCH_STEPS) as step:
-        upper = target.model.layers[SHAPES[name].draft_layers :]
-        found = scale_layers(upper, first_token_acceptance, acceptance_rate, step)
+    upper = target.model.layers[DRAFT_LAYERS[name] :]
+    found = scale_layers(upper, first_token_acceptance, acceptance_rate)
     texts = ours[PLAIN].run(prompts, greedy).texts
     perfect.texts = {tuple(p): text for p, text in zip(prompts, texts, strict=True)}
     configurations: list[Configuration] = [*ours.values()]
     if against_transformers:
         configurations += transformers_assisted(target, draft, num_drafted)
     batches = [PromptBatch("random text", [prompt]) for prompt in prompts]
-    with progress_bar(name, len(batches) * len(configurations) * repeats) as step:
-        results = results_of(measure(configurations, batches, params, repeats, step))
+    results = results_of(measure(configurations, batches, params, repeats))
     results = [row for row in results if row["task"] == OVERALL]  # there is one task only
-    return (
-        provenance()
-        | {
-            "shape": name,
-            "acceptance_rate_requested": acceptance_rate,
-            "simulated_acceptance_rate": found,
-            "dtype": str(chosen_dtype),
-        }
-        | overheads(ours, results, num_drafted)
-        | {
-            "results": [row for row in results if "drafter" in row],
-            "other_engines": [row for row in results if "drafter" not in row],
-            "peak_memory_bytes": peak_memory(where),
-        }
-    )
+    return {
+        **provenance(),
+        "shape": name,
+        "acceptance_rate_requested": acceptance_rate,
+        "simulated_acceptance_rate": found,
+        "dtype": str(weights_dtype),
+        **overheads(ours, results, num_drafted),
+        "results": [row for row in results if "drafter" in row],
+        "other_engines": [row for row in results if "drafter" not in row],
+        "peak_memory_bytes": peak_memory(where),
+    }
 
 
-def dtype_for(name: str | None, device: torch.device) -> torch.dtype:
-    if name is None:
-        return torch.bfloat16 if device_of(device).is_gpu else torch.float32
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"unknown dtype {name!r}: float32, bfloat16 or float16")
-    return found
+def _weights_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    chosen = chosen_dtype(name, device)
+    if isinstance(chosen, str):
+        found: torch.dtype = getattr(torch, "bfloat16" if chosen == "auto" else chosen)
+        return found
+    return chosen
 
 
 @torch.no_grad()
 def build_pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
     """A target with random weights, and a draft model that shares its first layers."""
-    if name not in SHAPES:
-        raise ConfigError(f"unknown shape {name!r}{nearest(name, SHAPES)}")
-    shape, before = SHAPES[name], torch.get_default_dtype()
+    fields = asdict(SHAPES[name]) | {"max_position_embeddings": 8192}
+    fields |= {"bos_token_id": None, "eos_token_id": None}
 
-    def config(num_layers: int) -> LlamaConfig:
-        return LlamaConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=8192,
-            eos_token_id=None,
-            bos_token_id=None,
-        )
+    def build(**changes: Any) -> Any:
+        config = LlamaConfig(**fields | changes)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
     torch.manual_seed(0)
-    try:
-        torch.set_default_dtype(dtype)
-        with device:
-            target = LlamaForCausalLM(config(shape.num_layers)).eval()
-            draft = LlamaForCausalLM(config(shape.draft_layers)).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with device:
+        target = build()
+        draft = build(num_hidden_layers=DRAFT_LAYERS[name])
     for parameter in target.parameters():
         if parameter.ndim > 1:  # larger than the initialisation, so that layers change the output
             parameter.normal_(0, parameter.shape[1] ** -0.5)
     draft.lm_head, draft.model.norm = target.lm_head, target.model.norm
     draft.model.embed_tokens = target.model.embed_tokens
-    draft.model.layers = target.model.layers[: shape.draft_layers]
+    draft.model.layers = target.model.layers[: DRAFT_LAYERS[name]]
     return target, draft
 
 
@@ -186,12 +165,7 @@ class PerfectDrafter(Drafter):
 
 
 @torch.no_grad()
-def scale_layers(
-    layers: Any,
-    acceptance_rate: Callable[[], float],
-    wanted: float,
-    progress: Callable[[], None] = lambda: None,
-) -> float:
+def scale_layers(layers: Any, acceptance_rate: Callable[[], float], wanted: float) -> float:
     """Scales the output projections of the layers above the draft model by bisection, until
     `acceptance_rate()` is near `wanted`. Returns what it is. At scale 0 draft model and target
     agree on every token, at a large scale on few."""
@@ -211,14 +185,15 @@ def scale_layers(
 
     low, high = 0.0, 4.0
     tried: list[tuple[float, float]] = []  # (distance from the wanted rate, scale)
-    for _ in range(SEARCH_STEPS):
-        scale = (low + high) / 2
-        rate = rate_at(scale)
-        tried.append((abs(rate - wanted), scale))
-        low, high = (scale, high) if rate > wanted else (low, scale)
-        progress()
-        if tried[-1][0] < TOLERANCE:
-            return rate
+    with progress_bar(f"acceptance rate {wanted}", SEARCH_STEPS) as step:
+        for _ in range(SEARCH_STEPS):
+            scale = (low + high) / 2
+            rate = rate_at(scale)
+            tried.append((abs(rate - wanted), scale))
+            low, high = (scale, high) if rate > wanted else (low, scale)
+            step()
+            if tried[-1][0] < TOLERANCE:
+                return rate
     return rate_at(min(tried)[1])
 
 
@@ -229,12 +204,12 @@ def overheads(
     draft_runner = ours[DRAFT].llm.engine.drafter.runner  # type: ignore[attr-defined]
     sizes = tuple(sorted({1, 2, 4, num_drafted + 1, 8, 16, 32}))
     context = PROMPT_LENGTH + 64
-    target = measure_latency(
-        ours[PLAIN].llm.engine.verifier.runner, num_tokens=sizes, context=context
-    )
+    runner = ours[PLAIN].llm.engine.verifier.runner
+    target = measure_latency(runner, num_tokens=sizes, context=context)
     draft = measure_latency(draft_runner, num_tokens=(1, 2), context=context)["latency"]
-    target_ms = {row["tokens"]: row["median_ms"] for row in target["latency"]}
-    draft_ms = {row["tokens"]: row["median_ms"] for row in draft}
+    target_ms, draft_ms = (
+        {row["tokens"]: row["median_ms"] for row in rows} for rows in (target["latency"], draft)
+    )
     by_name = {row["name"]: row for row in results}
     plain, drafted, perfect = (by_name[name] for name in (PLAIN, DRAFT, PERFECT))
     # The draft model first reads the last two tokens, then one per further drafted token.

@@ -6,31 +6,31 @@ Where a configuration was measured slower, time went elsewhere, or the machine w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from draftahead.bench.configurations import PLAIN
-from draftahead.bench.measure import OVERALL
-from draftahead.bench.report import figure
+from draftahead.bench import PLAIN
+from draftahead.bench.measure import forward_passes_ms
+from draftahead.bench.report import figure, table_of
 
 MIN_STEPS = 8  # of a number of nodes, for its mean latency to be used
 AUTOMATIC = "automatic"  # the policy decides at every step
 DEFAULT = "drafter's own"  # of a drafter that the policy does not adapt
 
+Rows = Sequence[dict[str, Any]]  # results over all prompts, one per configuration
 
-def forward_latency(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+
+def forward_latency(overall: Rows) -> list[dict[str, Any]]:
     """Mean latency of the forward passes of these runs, by nodes, over all configurations."""
-    steps: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    for row in results:
-        if row["task"] == OVERALL:
-            counts = zip(row["steps_by_nodes"], row["seconds_by_nodes"], strict=True)
-            for nodes, (count, spent) in enumerate(counts, start=1):
-                steps[nodes] = steps.get(nodes, 0) + count
-                seconds[nodes] = seconds.get(nodes, 0) + spent
+    steps: Counter[int] = Counter()
+    seconds: Counter[int] = Counter()
+    for row in overall:
+        steps.update(dict(enumerate(row["steps_by_nodes"], start=1)))
+        seconds.update(dict(enumerate(row["seconds_by_nodes"], start=1)))
     known = sorted(nodes for nodes in steps if steps[nodes] >= MIN_STEPS) or [1]
     return [
         {"tokens": nodes, "mean_ms": 1e3 * seconds[nodes] / steps[nodes], "steps": steps[nodes]}
@@ -38,34 +38,23 @@ def forward_latency(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def speedups(
-    results: Sequence[dict[str, Any]], forward_ms: Callable[[int], float]
-) -> list[dict[str, Any]]:
+def speedups(overall: Rows, forward_ms: Callable[[int], float]) -> list[dict[str, Any]]:
     """Predicted and measured speed-up of every configuration but plain decoding."""
+    copied = ("mean_acceptance_length", "acceptance_rate", "decode_speedup", "speedup", "identical")
     found = []
-    for row in results:
-        if row["task"] != OVERALL or row["drafter"] == PLAIN:
-            continue
-        steps = enumerate(row["steps_by_nodes"], start=1)
-        verifying = sum(count * forward_ms(nodes) for nodes, count in steps)
-        drafting = 1e3 * row["seconds_by_stage"]["draft"] * row["batch"]
-        copied = ("mean_acceptance_length", "acceptance_rate", "decode_speedup", "speedup")
-        found.append(
-            {
-                "num_speculative_tokens": row["drafter"],
-                "predicted_speedup": row["tokens"] * forward_ms(1) / (verifying + drafting),
-                **{key: row[key] for key in (*copied, "identical")},
-            }
-        )
+    for row in overall:
+        if row["drafter"] != PLAIN:
+            verifying = forward_passes_ms(row["steps_by_nodes"], forward_ms)
+            drafting = 1e3 * row["seconds_by_stage"]["draft"] * row["batch"]
+            predicted = row["tokens"] * forward_ms(1) / (verifying + drafting)
+            entry = {"num_speculative_tokens": row["drafter"], "predicted_speedup": predicted}
+            found.append(entry | {key: row[key] for key in copied})
     return found
 
 
-def acceptance_by_position(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def acceptance_by_position(overall: Rows) -> list[dict[str, Any]]:
     """Drafted and accepted tokens by position, of the configuration with the longest drafts."""
-    rows = [row for row in results if row["task"] == OVERALL and row["drafted_at"]]
-    if not rows:
-        return []
-    longest = max(rows, key=lambda row: len(row["drafted_at"]))
+    longest = max(overall, key=lambda row: len(row["drafted_at"]))
     pairs = zip(longest["drafted_at"], longest["accepted_at"], strict=True)
     return [
         {"position": position, "drafted": drafted, "accepted": accepted}
@@ -74,7 +63,7 @@ def acceptance_by_position(results: Sequence[dict[str, Any]]) -> list[dict[str, 
     ]
 
 
-def advice(found: Sequence[dict[str, Any]]) -> str:
+def advice(found: Rows) -> str:
     """Which number to use, in one sentence."""
     best = max(found, key=lambda row: row["decode_speedup"])
     own = next(row for row in found if not is_fixed(row))
@@ -94,21 +83,23 @@ def is_fixed(row: dict[str, Any]) -> bool:
     return row["num_speculative_tokens"] not in (AUTOMATIC, DEFAULT)
 
 
-def acceptance_table(positions: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="acceptance by position", caption="of steps with a token drafted there")
-    for name in ("position", "steps", "accepted"):
-        table.add_column(name, justify="right")
+def acceptance_table(positions: Rows) -> Table:
+    table = table_of(
+        (),
+        ("position", "steps", "accepted"),
+        title="acceptance by position",
+        caption="of steps with a token drafted there",
+    )
     for row in positions:
         share = f"{row['accepted'] / row['drafted']:.0%}"
         table.add_row(str(row["position"]), str(row["drafted"]), share)
     return table
 
 
-def speedup_table(found: Sequence[dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, caption="speed-up of decoding only; wall time includes prefill")
+def speedup_table(found: Rows, title: str) -> Table:
     columns = ("drafted tokens", "tokens per step", "predicted", "measured", "wall time")
-    for name in (*columns, "identical"):
-        table.add_column(name, justify="right", no_wrap=True)
+    caption = "speed-up of decoding only; wall time includes prefill"
+    table = table_of((), (*columns, "identical"), title=title, caption=caption)
     for row in found:
         if not is_fixed(row):
             table.add_section()
@@ -129,27 +120,25 @@ def draw(report: dict[str, Any], file: Path) -> None:
         for key, ms, label in curves:
             curve = [(row["tokens"], row[ms]) for row in report[key] if row["tokens"] <= 16]
             latency.plot(*zip(*curve, strict=True), "o-", label=label)
-        latency.legend()
         title = "Latency of a forward pass"
         latency.set(xlabel="tokens per forward pass", ylabel="ms", title=title)
         latency.set_ylim(bottom=0)
-        acceptance.bar(
-            [row["position"] for row in report["positions"]],
-            [row["accepted"] / row["drafted"] for row in report["positions"]],
-            color="tab:green",
-        )
+        positions = report["positions"]
+        shares = [row["accepted"] / row["drafted"] for row in positions]
+        acceptance.bar([row["position"] for row in positions], shares, color="tab:green")
         title = "Acceptance by position"
         acceptance.set(xlabel="position", ylabel="share accepted", title=title, ylim=(0, 1))
         fixed = [row for row in report["speedups"] if is_fixed(row)]
-        ticks = range(len(fixed))
-        speedup.plot(ticks, [r["predicted_speedup"] for r in fixed], "o--", label="predicted")
-        speedup.plot(ticks, [r["decode_speedup"] for r in fixed], "o-", label="measured")
+        numbers = [row["num_speculative_tokens"] for row in fixed]
+        predicted, measured = ("predicted_speedup", "o--"), ("decode_speedup", "o-")
+        for (key, line), label in ((predicted, "predicted"), (measured, "measured")):
+            speedup.plot(numbers, [row[key] for row in fixed], line, label=label)
         for row in report["speedups"]:
             if not is_fixed(row):
                 label = row["num_speculative_tokens"]
                 speedup.axhline(row["decode_speedup"], color="tab:green", label=label)
         speedup.axhline(1, color="tab:gray", linestyle="--", label="plain decoding")
-        speedup.set_xticks(ticks, [row["num_speculative_tokens"] for row in fixed])
         title = f"{report['drafter']}, decoding only"
         speedup.set(xlabel="drafted tokens per step", ylabel="speed-up", title=title)
-        speedup.legend()
+        for axis in (latency, speedup):
+            axis.legend()

@@ -21,12 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.command()(demo.demo)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(models.models)
-app.command()(bench.bench)
-app.command()(tune.tune)
+for command in (demo.demo, generate.generate, chat.chat, models.models, bench.bench, tune.tune):
+    app.command()(command)
 app.add_typer(train.app, name="train")
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftahead.bench.prompts import load_prompts
 from draftahead.cli import options
-from draftahead.errors import ConfigError, nearest
+from draftahead.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftahead.bench.configurations import Configuration
@@ -41,79 +39,32 @@ def bench(
     ] = 0.8,
 ) -> None:
     """Measure drafters against plain decoding and other engines, interleaved in one run."""
-    from draftahead.bench import report as reports
-    from draftahead.bench.configurations import ENGINES, other_engines, with_drafters
-    from draftahead.bench.latency import REPEATS, WARM_UP, interpolated, measure_latency
-    from draftahead.bench.machine import peak_memory, provenance
-    from draftahead.bench.measure import measure, prepare, results_of
-    from draftahead.bench.shape import measure_shape
+    from draftahead.bench.configurations import ENGINES
+    from draftahead.bench.report import draw
+    from draftahead.config import one_of
 
-    console, notes = options.output_console(), options.notes_console()
-    progress_bar = partial(options.progress_bar, notes)
-    measured.check_files()
     engines = options.split_list(against)
     for engine in engines:
-        if engine not in ENGINES:
-            raise ConfigError(f"unknown engine {engine!r}{nearest(engine, ENGINES)}")
-    params = measured.params()
+        one_of("--against", engine, ENGINES)
     if shape is not None:
         if not_lossless:
             raise ConfigError("--not-lossless is for real models: leave it out with --shape")
-        report = measure_shape(
+        report = _bench_shape(
             shape,
-            params,
+            measured,
             acceptance_rate=acceptance_rate,
             num_drafted=num_speculative_tokens or 4,
             dtype=model.dtype,
             device=model.device,
-            num_prompts=measured.limit or 2,
-            repeats=measured.repeats,
             against_transformers="transformers" in engines,
-            progress_bar=progress_bar,
         )
-        console.print(reports.latency_table(report))
-        console.print(reports.overhead_table(report))
-        rows = [*report["results"], *report["other_engines"]]
-        console.print(reports.results_table(rows, shape))
-        measured.write(report, reports.draw)
-        return
-    names = options.split_list(drafter)
-    drafters = {n: _config(n, draft_model, num_speculative_tokens) for n in names if n != "none"}
-    sizes = options.split_numbers("--batch", batch)
-    prompts = None if measured.prompts == "random" else load_prompts(measured.prompts)
-    llm = model.build("none")
-    runner = llm.engine.verifier.runner
-    report = provenance() | {"model": model.model, "quantize": model.quantize}
-    if latency:
-        with progress_bar("latency by number of tokens", REPEATS + WARM_UP) as step:
-            report |= measure_latency(runner, progress=step)
-        console.print(reports.latency_table(report))
-    forward_ms = interpolated(report["latency"]) if latency else None
-    results: list[dict[str, Any]] = []
-    for size in sizes:
-        batches, context = prepare(llm, prompts, size, measured.limit, params)
-        if (most := max(len(b.prompts) for b in batches)) < size:
-            notes.print(f"batch {size}: a task has at most {most} prompts; see --limit")
-        ours = with_drafters(llm, drafters, size, context, lossless=not not_lossless)
-        configurations: list[Configuration] = [*ours]
-        if size == 1:
-            configurations += other_engines(engines, model.model, runner.device)
-        runs = len(batches) * len(configurations) * measured.repeats
-        with progress_bar(f"batch {size}", runs) as step:
-            measurement = measure(configurations, batches, params, measured.repeats, step)
-        if rows := results_of(measurement, forward_ms):
-            title = f"{model.model}, batch {size}, {measured.max_tokens} tokens"
-            console.print(reports.results_table(rows, title))
-        results += rows
-        if measurement.interrupted:
-            notes.print("interrupted: these are the results so far")
-            break
-        del ours, configurations, measurement
-        gc.collect()  # frees their KV caches before those of the next batch size are allocated
-    report["results"] = [row for row in results if "drafter" in row]
-    report["other_engines"] = [row for row in results if "drafter" not in row]
-    report["peak_memory_bytes"] = peak_memory(runner.device)
-    measured.write(report, reports.draw)
+    else:
+        names = [name for name in options.split_list(drafter) if name != "none"]
+        drafters = {n: _config(n, draft_model, num_speculative_tokens) for n in names}
+        sizes = options.split_numbers("--batch", batch)
+        lossless = not not_lossless
+        report = _bench_model(model, measured, drafters, engines, sizes, latency, lossless)
+    measured.write(report, draw)
 
 
 def _config(name: str, draft_model: str | None, num_drafted: int | None) -> dict[str, Any]:
@@ -123,3 +74,70 @@ def _config(name: str, draft_model: str | None, num_drafted: int | None) -> dict
     if name in ("draft_model", "medusa") or (name == "auto" and draft_model is not None):
         config["model"] = draft_model
     return config
+
+
+def _bench_shape(shape: str, measured: options.BenchOptions, **chosen: Any) -> dict[str, Any]:
+    from draftahead.bench.report import latency_table, overhead_table, results_table
+    from draftahead.bench.shape import measure_shape
+
+    report = measure_shape(
+        shape,
+        measured.params(),
+        num_prompts=measured.limit or 2,
+        repeats=measured.repeats,
+        **chosen,
+    )
+    rows = [*report["results"], *report["other_engines"]]
+    console = options.output_console()
+    for table in (latency_table(report), overhead_table(report), results_table(rows, shape)):
+        console.print(table)
+    return report
+
+
+def _bench_model(
+    model: options.LLMOptions,
+    measured: options.BenchOptions,
+    drafters: dict[str, Any],
+    engines: list[str],
+    sizes: list[int],
+    latency: bool,
+    lossless: bool,
+) -> dict[str, Any]:
+    from draftahead.bench.configurations import other_engines, with_drafters
+    from draftahead.bench.latency import interpolated, measure_latency
+    from draftahead.bench.machine import peak_memory, provenance
+    from draftahead.bench.measure import measure, prepare, results_of
+    from draftahead.bench.report import latency_table, results_table
+
+    console, notes = options.output_console(), options.notes_console()
+    prompts, params = measured.prompt_set(), measured.params()
+    llm = model.build("none")
+    runner, forward_ms = llm.engine.verifier.runner, None
+    report = provenance() | {"model": model.model, "quantize": model.quantize}
+    if latency:
+        report |= measure_latency(runner)
+        forward_ms = interpolated(report["latency"])
+        console.print(latency_table(report))
+    results: list[dict[str, Any]] = []
+    for size in sizes:
+        batches, context = prepare(llm, prompts, size, measured.limit, params)
+        if (most := max(len(b.prompts) for b in batches)) < size:
+            notes.print(f"batch {size}: a task has at most {most} prompts; see --limit")
+        configurations: list[Configuration] = [
+            *with_drafters(llm, drafters, size, context, lossless=lossless),
+            *(other_engines(engines, model.model, runner.device) if size == 1 else ()),
+        ]
+        measurement = measure(configurations, batches, params, measured.repeats)
+        if rows := results_of(measurement, forward_ms):
+            title = f"{model.model}, batch {size}, {measured.max_tokens} tokens"
+            console.print(results_table(rows, title))
+        results += rows
+        if measurement.interrupted:
+            notes.print("interrupted: these are the results so far")
+            break
+        del configurations, measurement
+        gc.collect()  # frees their KV caches before those of the next batch size are allocated
+    report["results"] = [row for row in results if "drafter" in row]
+    report["other_engines"] = [row for row in results if "drafter" not in row]
+    report["peak_memory_bytes"] = peak_memory(runner.device)
+    return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,29 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from draftahead.bench.prompts import BenchPrompt, load_prompts
+from draftahead.bench.report import table_of
 from draftahead.cli import options
 from draftahead.cli.generate import DRAFTED
+from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.stats import Stats
 
 if TYPE_CHECKING:
-    from draftahead.core.sampling_params import SamplingParams
     from draftahead.core.types import Completion
     from draftahead.llm import LLM
 
 KINDS = ("code_edit", "summary", "question_with_context", "translation", "code", "chat")
-
-
-@dataclass
-class Row:
-    """The result of one prompt."""
-
-    task: str
-    prompt: str
-    tokens: int
-    plain_tokens_per_second: float
-    drafted_tokens_per_second: float
-    speedup: float
-    mean_acceptance_length: float
-    identical: bool
+PANEL_LINES = 12  # of text, the last ones
 
 
 @options.grouped
@@ -49,51 +38,44 @@ def demo(
     json_file: options.Json = None,
 ) -> None:
     """Race plain against drafted decoding on prompts of six kinds; greedy, so the same text."""
-    from draftahead.llm import LLM
-
-    if json_file is not None:
-        options.check_writable(json_file)
     config = drafter.config(num_speculative_tokens)
-    params = options.sampling_params(temperature=0, max_tokens=max_tokens)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
     drafted = model.build(config)
-    plain = LLM(
-        drafted.model,
-        "none",
-        tokenizer=drafted.tokenizer,
-        max_context=drafted.engine.verifier.max_context,
-        max_batch=1,
-    )
-    prompts = [
-        prompt
-        for kind in KINDS
-        for prompt in [p for p in load_prompts() if p.task == kind][:per_kind]
-    ]
+    plain = drafted.with_drafter("none")
     for llm in (plain, drafted):  # warm-up: the first forward pass of each is slow
-        llm.generate("Hello", options.sampling_params(temperature=0, max_tokens=4))
+        llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4))
     console = options.output_console()
-    rows = [_race(console, prompt, plain, drafted, params) for prompt in prompts]
+    rows: list[dict[str, Any]] = []
+    races: list[tuple[Completion, Completion]] = []
+    for kind in KINDS:
+        for prompt in [p for p in load_prompts() if p.task == kind][:per_kind]:
+            races.append(_race(console, prompt, plain, drafted, params))
+            rows.append({"task": prompt.task, "prompt": prompt.id, **_summary(races[-1:])})
+    overall = _summary(races)
     name = config.get("method", "draft_model")
-    console.print(_table(rows, f"{model.model}, drafter {name}, greedy"))
+    console.print(_table(rows, overall, f"{model.model}, drafter {name}, greedy"))
     if json_file is not None:
-        report = {"model": model.model, "drafter": config, "rows": [asdict(row) for row in rows]}
-        json_file.write_text(json.dumps(report | {"overall": _overall(rows)}, indent=2) + "\n")
+        report = {"model": model.model, "drafter": config, "rows": rows, "overall": overall}
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _race(
     console: Console, prompt: BenchPrompt, plain: LLM, drafted: LLM, params: SamplingParams
-) -> Row:
+) -> tuple[Completion, Completion]:
     """The one that has used less time so far makes the next step: each runs at its own speed, and
     a disturbance of the machine hits both."""
     messages = [{"role": "user", "content": prompt.turns[0]}]
     left = Racer("plain", plain, messages, params)
     right = Racer("drafted", drafted, messages, params)
+    title = f"{prompt.task}: {prompt.turns[0].strip().splitlines()[0]}"
+    line = Text(title, style="bold", no_wrap=True, overflow="ellipsis")
 
     def picture() -> Group:
         grid = Table.grid(expand=True)
         grid.add_column(ratio=1)
         grid.add_column(ratio=1)
-        grid.add_row(left.panel(height=12), right.panel(height=12))
-        return Group(Text(f"{prompt.task}: {_first_words(prompt)}", style="bold"), grid)
+        grid.add_row(left.panel(), right.panel())
+        return Group(line, grid)
 
     with Live(console=console, refresh_per_second=8, transient=True) as live:
         while active := [racer for racer in (left, right) if racer.completion is None]:
@@ -103,17 +85,7 @@ def _race(
     if console.is_terminal:
         console.print(picture())
     assert left.completion is not None and right.completion is not None
-    a, b = left.completion.stats, right.completion.stats
-    return Row(
-        task=prompt.task,
-        prompt=prompt.id,
-        tokens=b.tokens,
-        plain_tokens_per_second=a.tokens_per_second,
-        drafted_tokens_per_second=b.tokens_per_second,
-        speedup=a.decode_seconds / b.decode_seconds,
-        mean_acceptance_length=b.mean_acceptance_length,
-        identical=left.completion.token_ids == right.completion.token_ids,
-    )
+    return left.completion, right.completion
 
 
 class Racer:
@@ -136,53 +108,48 @@ class Racer:
         running = self._engine.scheduler.running
         self.seconds = running[0].stats.decode_seconds if running else self.seconds
 
-    def panel(self, height: int) -> Panel:
+    def panel(self) -> Panel:
+        speed = f"{self.seconds:.1f} s"
         if self.completion is not None:
             speed = f"{self.completion.stats.tokens_per_second:.1f} tokens/s"
-        else:
-            speed = f"{self.seconds:.1f} s"
-        lines = self.text.split("\n", allow_blank=True)[-height:]
+        lines = self.text.split("\n", allow_blank=True)[-PANEL_LINES:]
         return Panel(Text("\n").join(lines), title=f"{self.name}: {speed}")
 
 
-def _first_words(prompt: BenchPrompt) -> str:
-    line = prompt.turns[0].strip().splitlines()[0]
-    return line if len(line) <= 90 else line[:87] + "..."
-
-
-def _overall(rows: list[Row]) -> dict[str, Any]:
-    """All prompts together: total tokens over total time."""
-    tokens = sum(row.tokens for row in rows)
-    plain = sum(row.tokens / row.plain_tokens_per_second for row in rows)
-    drafted = sum(row.tokens / row.drafted_tokens_per_second for row in rows)
-    steps = sum(row.tokens / row.mean_acceptance_length for row in rows)
+def _summary(races: Sequence[tuple[Completion, Completion]]) -> dict[str, Any]:
+    """Of some races together: total tokens over total time."""
+    plain, drafted = Stats(), Stats()
+    for slow, fast in races:
+        plain.add(slow.stats)
+        drafted.add(fast.stats)
     return {
-        "tokens": tokens,
-        "plain_tokens_per_second": tokens / plain,
-        "drafted_tokens_per_second": tokens / drafted,
-        "speedup": plain / drafted,
-        "mean_acceptance_length": tokens / steps,
-        "identical": all(row.identical for row in rows),
+        "tokens": drafted.tokens,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "drafted_tokens_per_second": drafted.tokens_per_second,
+        "speedup": plain.decode_seconds / drafted.decode_seconds,
+        "mean_acceptance_length": drafted.mean_acceptance_length,
+        "identical": all(slow.token_ids == fast.token_ids for slow, fast in races),
     }
 
 
-def _table(rows: list[Row], title: str) -> Table:
-    table = Table(title=title, caption="tok/s of decoding only, both interleaved in one run")
-    table.add_column("kind", no_wrap=True)
+def _table(rows: Sequence[dict[str, Any]], overall: dict[str, Any], title: str) -> Table:
     length = "mean\nacceptance\nlength"
-    for title in ("tokens", "plain\ntok/s", "drafted\ntok/s", "speed-up", length):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = table_of(
+        ["kind"],
+        ["tokens", "plain\ntok/s", "drafted\ntok/s", "speed-up", length],
+        title=title,
+        caption="tok/s of decoding only, both interleaved in one run",
+    )
     table.add_column("identical", no_wrap=True)
-    summary = [(row.task, asdict(row)) for row in rows] + [("overall", _overall(rows))]
-    for number, (task, row) in enumerate(summary):
+    for row in [*rows, {"task": "overall", **overall}]:
         table.add_row(
-            task,
+            row["task"],
             str(row["tokens"]),
             f"{row['plain_tokens_per_second']:.1f}",
             f"{row['drafted_tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}x",
             f"{row['mean_acceptance_length']:.2f}",
             "yes" if row["identical"] else "no",
-            end_section=number == len(rows) - 1,
+            end_section=row is rows[-1],
         )
     return table

@@ -44,10 +44,13 @@ def generate(
     max_context: options.MaxContext = None,
 ) -> None:
     """Continue a prompt. On a terminal, drafted tokens are green."""
-    text = _standard_input() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8 text ({error})") from None
     if not text:
         raise PromptError("the prompt is empty: give some text, or - and text on standard input")
-    params = sampling.params(stop=stop)
+    params = sampling.params(stop=stop or ())
     llm = model.build(
         drafter.config(num_speculative_tokens),
         exact=exact,
@@ -59,11 +62,14 @@ def generate(
     request: Any = [{"role": "user", "content": text}] if chat else text
     if as_json:
         completion = llm.generate([request], params)[0]
-        print(json.dumps(_as_dict(completion), ensure_ascii=False))
+        names = ("text", "token_ids", "finish_reason", "drafted", "seed", "lossless")
+        shown = {name: getattr(completion, name) for name in names}
+        counts = completion.stats
+        shown |= {"prompt_tokens": counts.prompt_tokens, "stats": counts.as_dict()}
+        print(json.dumps(shown, ensure_ascii=False))
     else:
         completion = show_stream(llm, request, params)
-    notes = options.notes_console()
-    reasons = llm.explain()
+    notes, reasons = options.notes_console(), llm.explain()
     if not completion.lossless:
         notes.print(reasons.pop(0), style="red")
     if stats:
@@ -71,13 +77,6 @@ def generate(
     if explain:
         for reason in reasons:
             notes.print(f"- {reason}")
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise PromptError(f"standard input is not UTF-8 text ({error})") from None
 
 
 def show_stream(
@@ -100,31 +99,19 @@ def show_stream(
         sys.stdout.flush()
 
 
-def _as_dict(completion: Completion) -> dict[str, Any]:
-    return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "drafted": completion.drafted,
-        "seed": completion.seed,
-        "lossless": completion.lossless,
-        "prompt_tokens": completion.stats.prompt_tokens,
-        "stats": completion.stats.as_dict(),
-    }
-
-
 def stats_table(stats: Stats) -> Table:
     pairs = zip(stats.accepted_at, stats.drafted_at, strict=True)
     positions = "  ".join(f"{accepted}/{drafted}" for accepted, drafted in pairs)
     stages = ("prefill", "draft", "verify", "other")
+    seconds = "  ".join(f"{stage} {getattr(stats, f'{stage}_seconds'):.2f}" for stage in stages)
+    length = f"{stats.mean_acceptance_length:.2f} tokens per forward pass"
     table = Table(show_header=False, box=None)
-    for name, value in {
-        "tokens": f"{stats.tokens} in {stats.steps} forward passes",
-        "mean acceptance length": f"{stats.mean_acceptance_length:.2f} tokens per forward pass",
-        "acceptance rate": f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens",
-        "accepted/drafted at position 1, 2, ...": positions or "-",
-        "tokens/s": f"{stats.tokens_per_second:.1f} while decoding",
-        "seconds": "  ".join(f"{s} {getattr(stats, s + '_seconds'):.2f}" for s in stages),
-    }.items():
-        table.add_row(name, value)
+    table.add_row("tokens", f"{stats.tokens} in {stats.steps} forward passes")
+    table.add_row("mean acceptance length", length)
+    table.add_row(
+        "acceptance rate", f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens"
+    )
+    table.add_row("accepted/drafted at position 1, 2, ...", positions or "-")
+    table.add_row("tokens/s", f"{stats.tokens_per_second:.1f} while decoding")
+    table.add_row("seconds", seconds)
     return table

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from draftahead.cli import options
 from draftahead.errors import ConfigError
-from draftahead.loader import hub
+from draftahead.loader.embedded import ALIASES
 
 
 def models(
@@ -24,16 +24,14 @@ def models(
     """List aliases, cache folders and sizes; or check how a model would run."""
     if check:
         chosen = options.LLMOptions(model or "smollm2", dtype, device, quantize)
-        llm: Any = chosen.build("none")
-        lines = llm.describe()
-        typer.echo(lines if isinstance(lines, str) else "\n".join(lines))
+        typer.echo("\n".join(chosen.build("none").describe()))
         return
     if model is not None:
         raise ConfigError(f"to check how {model} would run, add --check")
     table = Table("alias", "model", "cached in", "size")
-    for entry in hub.catalogue():
-        where = str(entry.path) if entry.path else "not downloaded yet"
-        size = f"{entry.size / 1e6:.0f} MB" if entry.size else "-"
-        table.add_row(entry.alias, entry.title, where, size)
+    for alias in ALIASES.values():
+        where = str(alias.folder) if alias.is_complete() else "not downloaded yet"
+        size = f"{alias.bytes_on_disk / 1e6:.0f} MB" if alias.bytes_on_disk else "-"
+        table.add_row(alias.name, alias.title, where, size)
     options.output_console().print(table)
     typer.echo("Any other model: a hub id (org/name), a folder, or a .gguf file.")

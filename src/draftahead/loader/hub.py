@@ -11,10 +11,22 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from huggingface_hub import errors as hub_errors
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from draftahead.core.device import default_device, device_of, gpu_count
 from draftahead.errors import (
     ConfigError,
     DraftaheadError,
@@ -26,10 +38,6 @@ from draftahead.loader.embedded import ALIASES, ensure
 from draftahead.loader.gguf import load_gguf_model
 from draftahead.loader.progress import ProgressCallback, no_progress, quiet_transformers
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
@@ -39,26 +47,6 @@ HOW_TO_CONVERT = (
     "has no safetensors weights, and pickled ones are not read because they can run code; if you "
     "trust it, load it with transformers once and write it with model.save_pretrained(folder)"
 )
-
-
-@dataclass(frozen=True)
-class ModelEntry:
-    """One row of `draftahead models`: the folder, or None if not downloaded, and bytes on disk."""
-
-    alias: str
-    title: str
-    path: Path | None
-    size: int
-
-
-def catalogue() -> list[ModelEntry]:
-    entries = []
-    for name, alias in ALIASES.items():
-        files = [alias.gguf, *alias.folder.glob("*")]
-        size = sum(file.stat().st_size for file in files if file.is_file())
-        path = alias.folder if alias.is_complete() else None
-        entries.append(ModelEntry(name, alias.title, path, size))
-    return entries
 
 
 def load(
@@ -75,31 +63,27 @@ def load(
     folder or file. The default device is CUDA if there is one; the default dtype is float32 on a
     CPU and the checkpoint's elsewhere.
     """
-    device = _chosen_device(device)
-    dtype = _chosen_dtype(dtype, device)
+    device = chosen_device(device)
+    dtype = chosen_dtype(dtype, device)
     with _clear_errors(model):
         source = _find(model, progress)
-    progress(f"loading {model}")
-    log.info("loading %s from %s: dtype %s, device %s", model, source, dtype, device)
-    # transformers' own progress bars are shown for downloads from the hub only.
-    is_download = isinstance(source, str) and sys.stderr.isatty()
-    quiet: AbstractContextManager[None] = nullcontext() if is_download else quiet_transformers()
-    with _clear_errors(model), quiet, _without_conversion_service():
-        if isinstance(source, Path) and source.is_file():
-            network, tokenizer = _load_gguf(source, dtype)
-        else:
-            network, tokenizer = _load_pretrained(source, dtype, trust_remote_code)
+        progress(f"loading {model}")
+        log.info("loading %s from %s: dtype %s, device %s", model, source, dtype, device)
+        # transformers' own progress bars are shown for downloads from the hub only.
+        is_download = isinstance(source, str) and sys.stderr.isatty()
+        quiet: AbstractContextManager[None] = nullcontext() if is_download else quiet_transformers()
+        with quiet, _without_conversion_service():
+            if isinstance(source, Path) and source.is_file():
+                network, tokenizer = _load_gguf(source, dtype)
+            else:
+                network, tokenizer = _load_pretrained(source, dtype, trust_remote_code)
     network.to(device).eval().requires_grad_(False)
     if model in ALIASES:
         network.draftahead_alias = str(model)  # by which files that the package ships are found
     return network, tokenizer
 
 
-def _chosen_device(device: str | torch.device | None) -> torch.device:
-    import torch
-
-    from draftahead.core.device import default_device, gpu_count
-
+def chosen_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return default_device()
     try:
@@ -111,11 +95,7 @@ def _chosen_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def _chosen_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
-    import torch
-
-    from draftahead.core.device import device_of
-
+def chosen_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
     if dtype is None:
         return torch.float32 if device_of(device).is_cpu else "auto"
     if isinstance(dtype, str) and dtype not in DTYPES:
@@ -126,7 +106,7 @@ def _chosen_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str 
 def _find(model: str | Path, progress: ProgressCallback) -> Path | str:
     """A local folder or file as a Path, or a hub id as a string."""
     if isinstance(model, str) and model in ALIASES:
-        return ensure(model, progress)
+        return ensure(ALIASES[model], progress)
     path = _expanded(model)
     if model and path.is_dir():
         _check_folder(path)
@@ -168,12 +148,8 @@ def _check_folder(folder: Path) -> None:
 def _load_pretrained(
     source: Path | str, dtype: str | torch.dtype, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    options = {
-        "trust_remote_code": trust_remote_code,
-        "local_files_only": isinstance(source, Path),
-    }
+    local = isinstance(source, Path)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": local}
     # Small files first: what is missing or not supported shows before a long download.
     config = AutoConfig.from_pretrained(source, **options)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -184,8 +160,6 @@ def _load_pretrained(
 
 
 def _load_gguf(path: Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
     network = load_gguf_model(path, dtype)
     tokenizer = AutoTokenizer.from_pretrained(
         path.parent, gguf_file=path.name, local_files_only=True
@@ -208,8 +182,6 @@ def files_of(source: str | Path, patterns: Sequence[str]) -> Path:
             f"{str(source)!r} is no folder or file (looked for {path.absolute()}) and not a hub id "
             "(org/name)"
         )
-    from huggingface_hub import snapshot_download
-
     with _clear_errors(source):
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
 
@@ -224,17 +196,14 @@ def _without_conversion_service() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
 
 
 @contextmanager
 def _clear_errors(model: str | Path) -> Iterator[None]:
     """Turns what transformers raises for a model that it cannot load into one clear line."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except DraftaheadError:
@@ -258,26 +227,29 @@ def _first_line(error: BaseException) -> str:
 
 def _explain_missing(model: str, error: OSError) -> str:
     """Why the hub, or the folder, did not give the model, in one line."""
-    from huggingface_hub import errors
-
-    causes: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in causes:
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
+    causes = list(_causes(error))
 
     def caused_by(*kinds: type[BaseException]) -> bool:
         return any(isinstance(cause, kinds) for cause in causes)
 
-    if caused_by(errors.GatedRepoError):
+    not_local = f"no model {model!r}: not an alias, not a local folder or file, and not"
+    known = nearest(model, ALIASES)
+    if caused_by(hub_errors.GatedRepoError):
         return f"{model} is gated: accept its terms on its hub page, then run `hf auth login`"
-    not_local = f"no model {model!r}: not an alias, not a local folder or file,"
-    if caused_by(errors.RepositoryNotFoundError):
-        reason = "and not on the hub (a private one needs `hf auth login`)"
-        return f"{not_local} {reason}{nearest(model, ALIASES)}"
-    if caused_by(errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        reason = "not in the hub cache, and the hub cannot be reached (check the network and"
-        return f"{not_local} {reason} HF_HUB_OFFLINE){nearest(model, ALIASES)}"
+    if caused_by(hub_errors.RepositoryNotFoundError):
+        return f"{not_local} on the hub (a private one needs `hf auth login`){known}"
+    if caused_by(hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled):
+        offline = "the hub cannot be reached (check the network and HF_HUB_OFFLINE)"
+        return f"{not_local} in the hub cache, and {offline}{known}"
     if "use_safetensors" in str(error):
         return f"{model} {HOW_TO_CONVERT}"
     return f"cannot load {model}: {_first_line(error)}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what caused it, and so on; each once."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__

@@ -5,12 +5,19 @@ from __future__ import annotations
 import functools
 import logging as stdlib_logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 
 class ProgressCallback(Protocol):
@@ -26,10 +33,7 @@ def no_progress(message: str, fraction: float | None = None) -> None:
 @contextmanager
 def terminal_progress(console: Console | None = None) -> Iterator[ProgressCallback]:
     """Draws on stderr if it is a terminal: the current step in place, a line per finished step."""
-    from rich.console import Console as RichConsole
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-
-    console = console or RichConsole(stderr=True)
+    console = console or Console(stderr=True)
     if not console.is_terminal:
         yield no_progress
         return
@@ -51,29 +55,33 @@ def terminal_progress(console: Console | None = None) -> Iterator[ProgressCallba
 
 
 @contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """The same for work of known size: yields a function that advances the bar by one."""
+    console = Console(stderr=True)
+    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Turns off the progress bars and warnings of transformers and huggingface_hub."""
     import transformers.modeling_gguf_pytorch_utils as gguf_loader
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
-    levels = logging.get_verbosity(), hub_logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    gguf_bar = getattr(gguf_loader, "tqdm", None)
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity(stdlib_logging.ERROR)
-    with warnings.catch_warnings():
-        # It warns where HF_HUB_DISABLE_PROGRESS_BARS=0 keeps the bars on.
-        warnings.simplefilter("ignore")
-        logging.disable_progress_bar()
-    if gguf_bar is not None:  # this bar ignores the setting above
-        gguf_loader.tqdm = functools.partial(gguf_bar, disable=True)
-    try:
+    with ExitStack() as restored:
+        for library in (logging, hub_logging):
+            restored.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity(stdlib_logging.ERROR)
+        if logging.is_progress_bar_enabled():
+            restored.callback(logging.enable_progress_bar)
+        with warnings.catch_warnings():
+            # It warns where HF_HUB_DISABLE_PROGRESS_BARS=0 keeps the bars on.
+            warnings.simplefilter("ignore")
+            logging.disable_progress_bar()
+        if bar := getattr(gguf_loader, "tqdm", None):  # this bar ignores the setting above
+            restored.callback(setattr, gguf_loader, "tqdm", bar)
+            gguf_loader.tqdm = functools.partial(bar, disable=True)
         yield
-    finally:
-        logging.set_verbosity(levels[0])
-        hub_logging.set_verbosity(levels[1])
-        if bars:
-            logging.enable_progress_bar()
-        if gguf_bar is not None:
-            gguf_loader.tqdm = gguf_bar
