@@ -191,9 +191,10 @@ def test_of_two_stops_in_one_token_the_first_counts() -> None:
 def test_a_stop_that_an_earlier_token_completed_does_not_count() -> None:
     """Longer stop strings beside it change nothing."""
     detokenizer = Detokenizer(texts_of("ab", "c", "d"), ["ab", "x" * 9])
-    for token in (0, 1, 2):
+    detokenizer.push(0)
+    for token in (1, 2):
         detokenizer.push(token)
-    assert detokenizer.find_stop() is None
+        assert detokenizer.find_stop() is None
     detokenizer.push(0)
     assert detokenizer.find_stop() == 4
 
