@@ -53,12 +53,12 @@ SAMPLING: Gate = (
     + _files("sampling", "acceptance_noise acceptance_not_finite draft_sampler")
     + _files("sampling", "noise_coupled_drafting"),
     _files("sampling", "truncation typical_acceptance acceptance_enumerated")
-    + _files("engine", "drafter_isolation drafter_faults"),
+    + _files("engine", "drafter_isolation"),
 )
 CORE: Gate = (["tests/core"], [*SAMPLING[0], *SAMPLING[1]])
 ENGINE: Gate = (
-    ["tests/core", *_files("engine", "scheduler slots drafter_isolation target_faults")],
-    _files("engine", "drafter_faults launch_ahead replay"),
+    ["tests/core", *_files("engine", "scheduler drafter_isolation target_faults")],
+    _files("engine", "slots replay drafter_faults"),
 )
 CACHE: Gate = (
     ["tests/kv", *_files("models", "runner support hidden_states"), *_files("engine", "replay")],
@@ -72,8 +72,8 @@ TARGETS: dict[str, tuple[str, Gate]] = {
     "noise": ("sampling/noise.py", (SAMPLING[0], ["tests/sampling/test_noise.py"])),
     "tree": ("core/tree.py", CORE),
     "draft": ("core/draft.py", CORE),
-    "detokenizer": ("core/detokenizer.py", (["tests/core"], ENGINE[0])),
-    "scheduler": ("engine/scheduler.py", ENGINE),
+    "detokenizer": ("core/detokenizer.py", (["tests/core"], ["tests/engine/test_scheduler.py"])),
+    "scheduler": ("engine/scheduler.py", (ENGINE[0], _files("engine", "slots"))),
     "engine": ("engine/engine.py", ENGINE),
     "guard": ("drafters/guard.py", ENGINE),
     "base": ("drafters/base.py", ENGINE),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftahead.core import stats
 from draftahead.core.detokenizer import Detokenizer
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import Batch, ForwardOutput, Request, SequenceState, Verdict
@@ -27,6 +28,7 @@ class Recording:
         self.held = dict(enumerate(held))  # KV entries of any prompt
         self.tokens_in: list[list[int]] = [[] for _ in range(slots)]
         self.calls: list[Any] = []
+        self.clock = [0.0]
 
     def max_depth(self, sequence: SequenceState) -> int:
         return self.limit
@@ -53,7 +55,9 @@ class Recording:
     def clear_slot(self, slot: int) -> None:
         self.calls.append(("clear", slot))
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """The forward is done now."""
+        self.clock[0] += 1.0
 
 
 def scheduler_of(verifier: Recording) -> Scheduler:
@@ -325,3 +329,32 @@ def test_sequences_that_share_nothing_are_filled_by_one_forward() -> None:
     assert calls([a, b, c], slots=2) == [("prefill", 0, [0, 1])]
     assert calls([a, b, c], slots=3, running=1) == [("prefill", 1, [0, 1])]
     assert calls([]) == []
+
+
+def test_a_copied_slot_holds_the_prompt_but_for_its_last_token() -> None:
+    """What the other sample has generated meanwhile is not this one's."""
+    prompt = (5, 6, 7, 8)
+    request = Request(prompt, SamplingParams(temperature=0, max_tokens=10), 0)
+    samples = [SequenceState(request, i, i, 0, list(prompt), Detokenizer(decode)) for i in range(2)]
+    verifier = Recording(2)
+    scheduler = scheduler_of(verifier)
+    scheduler.add(samples[:1])
+    scheduler.schedule()
+    verifier.tokens_in[0] += [8, 3, 4]
+    scheduler.add(samples[1:])
+    scheduler.schedule()
+    assert verifier.tokens_in == [[5, 6, 7, 8, 3, 4], [5, 6, 7]]
+    assert samples[1].stats.reused_tokens == 3
+
+
+def test_the_time_of_a_prefill_is_divided_among_its_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It includes the wait for a device: a forward that was launched is not done."""
+    verifier = Recording(4)
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: verifier.clock[0])
+    four = [sequence(i) for i in range(4)]
+    scheduler = scheduler_of(verifier)
+    scheduler.add(four)
+    scheduler.schedule()
+    assert [one.stats.prefill_seconds for one in four] == [0.25] * 4
