@@ -61,13 +61,8 @@ def with_drafters(
 ) -> list[Draftahead]:
     """Plain decoding and each drafter, by name, over the weights of one model."""
     plain = llm.with_drafter(PLAIN, max_batch=batch, max_context=context, lossless=True)
-    return [
-        Draftahead(PLAIN, plain),
-        *(
-            Draftahead(name, plain.with_drafter(drafter, lossless=lossless))
-            for name, drafter in drafters.items()
-        ),
-    ]
+    llms = {n: plain.with_drafter(drafter, lossless=lossless) for n, drafter in drafters.items()}
+    return [Draftahead(name, llm) for name, llm in [(PLAIN, plain), *llms.items()]]
 
 
 class Transformers:
@@ -97,14 +92,14 @@ class LlamaCpp:
 
     name, batch = "llama.cpp", 1
 
-    def __init__(self, alias: str, context: int = 4096) -> None:
+    def __init__(self, alias: str) -> None:
         try:
             import xllamacpp
         except ImportError:
             raise ConfigError("--against llama.cpp needs: pip install xllamacpp") from None
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(ALIASES[alias].gguf)
-        parameters.n_ctx, parameters.n_parallel = context, 1
+        parameters.n_ctx, parameters.n_parallel = 4096, 1
         parameters.cpuparams.n_threads = torch.get_num_threads()
         parameters.warmup = True
         parameters.verbosity = -1  # otherwise it logs every request
@@ -126,9 +121,8 @@ def other_engines(names: Sequence[str], model: str, device: torch.device) -> lis
     if "transformers" in names:
         # A copy of its own: our model may be quantized, and its attention function is replaced.
         own = load(model, device=device)[0]
-        found.append(Transformers("transformers", own))
         look_up = Transformers("transformers prompt look-up", own, prompt_lookup_num_tokens=8)
-        found.append(look_up)
+        found += [Transformers("transformers", own), look_up]
     if "llama.cpp" in names:
         if model not in ALIASES:
             raise ConfigError("--against llama.cpp runs the embedded model's own GGUF file")

@@ -48,27 +48,23 @@ def measure_latency(
     times = _interleaved(jobs, repeats, runner.device)
     runner.cache.tokens_in[0].clear()
     low = {name: float(np.percentile(ms, PERCENTILE)) for name, ms in times.items()}
-    bound, one_token = low["read"], low[num_tokens[0]]
+    bound = low["read"]
+
+    def figures(name: Any) -> dict[str, float]:
+        return {
+            "ms": low[name],
+            "median_ms": float(np.median(times[name])),
+            "over_bound": low[name] / bound,
+            "over_one_token": low[name] / low[num_tokens[0]],
+        }
+
     return {
         "weight_bytes": size,
         "context": context,
         "memory_bound_ms": bound,
         "bandwidth_gb_per_s": size / bound / 1e6,
-        "tree": {
-            "nodes": TREE_NODES,
-            "ms": low["tree"],
-            "over_one_token": low["tree"] / one_token,
-        },
-        "latency": [
-            {
-                "tokens": n,
-                "ms": low[n],
-                "median_ms": float(np.median(times[n])),
-                "over_bound": low[n] / bound,
-                "over_one_token": low[n] / one_token,
-            }
-            for n in num_tokens
-        ],
+        "tree": {"nodes": TREE_NODES} | figures("tree"),
+        "latency": [{"tokens": n} | figures(n) for n in num_tokens],
     }
 
 

@@ -16,7 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftahead.bench import OVERALL, PLAIN
-from draftahead.bench.configurations import Configuration, Draftahead, transformers_assisted
+from draftahead.bench.configurations import (
+    Configuration,
+    Draftahead,
+    transformers_assisted,
+    with_drafters,
+)
 from draftahead.bench.latency import measure_latency
 from draftahead.bench.machine import peak_memory, provenance
 from draftahead.bench.measure import PromptBatch, measure, results_of
@@ -78,16 +83,11 @@ def measure_shape(
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, target.vocab_size, size, generator=generator).tolist()
     perfect = PerfectDrafter(num_drafted)
-    drafters: dict[str, Any] = {
-        PLAIN: PLAIN,
-        DRAFT: {"method": DRAFT, "model": draft, "num_speculative_tokens": num_drafted},
-        PERFECT: perfect,
-    }
+    config = {"method": DRAFT, "model": draft, "num_speculative_tokens": num_drafted}
     context = PROMPT_LENGTH + (params.max_tokens or 0) + 8
-    ours = {
-        key: Draftahead(key, LLM(target, drafter, max_batch=1, max_context=context))
-        for key, drafter in drafters.items()
-    }
+    llm = LLM(target, PLAIN, max_batch=1, max_context=context)
+    drafters = with_drafters(llm, {DRAFT: config, PERFECT: perfect}, 1, context)
+    ours = {configuration.name: configuration for configuration in drafters}
     greedy = SamplingParams(temperature=0, max_tokens=params.max_tokens)
 
     def first_token_acceptance() -> float:
@@ -98,7 +98,7 @@ def measure_shape(
     found = scale_layers(upper, first_token_acceptance, acceptance_rate)
     texts = ours[PLAIN].run(prompts, greedy).texts
     perfect.texts = {tuple(p): text for p, text in zip(prompts, texts, strict=True)}
-    configurations: list[Configuration] = [*ours.values()]
+    configurations: list[Configuration] = [*drafters]
     if against_transformers:
         configurations += transformers_assisted(target, draft, num_drafted)
     batches = [PromptBatch("random text", [prompt]) for prompt in prompts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from draftahead.cli import options
 from draftahead.errors import ConfigError
@@ -19,23 +19,23 @@ def bench(
     model: options.LLMOptions,
     measured: options.BenchOptions,
     drafter: Annotated[
-        str, typer.Option(help="Drafters to measure, separated by commas.")
+        str, Option(help="Drafters to measure, separated by commas.")
     ] = "none,lookup,auto",
     draft_model: options.DraftModel = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     not_lossless: options.NotLossless = False,
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1",
+    batch: Annotated[str, Option(help="Batch sizes, separated by commas.")] = "1",
     against: Annotated[
-        str, typer.Option(help="Other engines: transformers, llama.cpp, separated by commas.")
+        str, Option(help="Other engines: transformers, llama.cpp, separated by commas.")
     ] = "",
     latency: Annotated[
-        bool, typer.Option("--latency", help="Measure latency by number of tokens as well.")
+        bool, Option("--latency", help="Measure latency by number of tokens as well.")
     ] = False,
     shape: Annotated[
-        str | None, typer.Option(help="Random weights of a shape, such as llama-8b; no model.")
+        str | None, Option(help="Random weights of a shape, such as llama-8b; no model.")
     ] = None,
     acceptance_rate: Annotated[
-        float, typer.Option(help="Simulated acceptance rate of the draft model, for --shape.")
+        float, Option(help="Simulated acceptance rate of the draft model, for --shape.")
     ] = 0.8,
 ) -> None:
     """Measure drafters against plain decoding and other engines, interleaved in one run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from draftahead.cli import options
 from draftahead.cli.generate import show_stream, stats_table
@@ -21,7 +21,7 @@ def chat(
     sampling: options.SamplingOptions,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     exact: options.Exact = None,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    system: Annotated[str | None, Option(help="The system message.")] = None,
     max_context: options.MaxContext = None,
 ) -> None:
     """Talk to a model. Drafted tokens are green; Ctrl-C stops an answer."""

@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
+from typer import Option
 
 from draftahead.bench.prompts import BenchPrompt, load_prompts
 from draftahead.bench.report import table_of
@@ -33,8 +33,8 @@ def demo(
     model: options.LLMOptions,
     drafter: options.DrafterOptions,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 96,
-    per_kind: Annotated[int, typer.Option(help="Prompts of each kind.", min=1)] = 1,
+    max_tokens: Annotated[int, Option(help="Tokens to generate per prompt.")] = 96,
+    per_kind: Annotated[int, Option(help="Prompts of each kind.", min=1)] = 1,
     json_file: options.Json = None,
 ) -> None:
     """Race plain against drafted decoding on prompts of six kinds; greedy, so the same text."""
@@ -71,9 +71,7 @@ def _race(
     line = Text(title, style="bold", no_wrap=True, overflow="ellipsis")
 
     def picture() -> Group:
-        grid = Table.grid(expand=True)
-        grid.add_column(ratio=1)
-        grid.add_column(ratio=1)
+        grid = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
         grid.add_row(left.panel(), right.panel())
         return Group(line, grid)
 

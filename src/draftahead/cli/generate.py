@@ -6,10 +6,10 @@ import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from draftahead.cli import options
 from draftahead.errors import PromptError
@@ -25,21 +25,21 @@ DRAFTED = "bold green"
 
 @options.grouped
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[str, Argument(help="The prompt; - reads it from standard input.")],
     model: options.LLMOptions,
     drafter: options.DrafterOptions,
     sampling: options.SamplingOptions,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     exact: options.Exact = None,
     not_lossless: options.NotLossless = False,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None,
+    stop: Annotated[list[str] | None, Option(help="Stop string; repeatable.")] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="With or without the chat template.")
+        bool | None, Option("--chat/--raw", help="With or without the chat template.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print drafting statistics.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print a JSON object.")] = False,
+    stats: Annotated[bool, Option("--stats", help="Print drafting statistics.")] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print what the policy decided, and why.")
+        bool, Option("--explain", help="Print what the policy decided, and why.")
     ] = False,
     max_context: options.MaxContext = None,
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from typer import Argument, Option
 
 from draftahead.cli import options
 from draftahead.errors import ConfigError
@@ -13,13 +14,13 @@ from draftahead.loader.embedded import ALIASES
 
 
 def models(
-    model: Annotated[str | None, typer.Argument(help="For --check; unset: smollm2.")] = None,
+    model: Annotated[str | None, Argument(help="For --check; unset: smollm2.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Load MODEL and print which backend runs it, and why.")
+        bool, Option("--check", help="Load MODEL and print which backend runs it, and why.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="For --check: float32, bfloat16 ...")] = None,
-    device: Annotated[str | None, typer.Option(help="For --check: cpu, cuda ...")] = None,
-    quantize: Annotated[str | None, typer.Option(help="For --check: int8.")] = None,
+    dtype: Annotated[str | None, Option(help="For --check: float32, bfloat16 ...")] = None,
+    device: Annotated[str | None, Option(help="For --check: cpu, cuda ...")] = None,
+    quantize: Annotated[str | None, Option(help="For --check: int8.")] = None,
 ) -> None:
     """List aliases, cache folders and sizes; or check how a model would run."""
     if check:

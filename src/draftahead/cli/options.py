@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from draftahead.bench.prompts import BenchPrompt, load_prompts
 from draftahead.core.sampling_params import SamplingParams
@@ -99,28 +99,22 @@ def split_numbers(option: str, text: str) -> list[int]:
 
 # --------------------------------------------------------------------------- single options
 
-DraftModel = Annotated[str | None, typer.Option(help="The draft model, or the trained head.")]
+DraftModel = Annotated[str | None, Option(help="The draft model, or the trained head.")]
 NumSpeculativeTokens = Annotated[
     int | None,
-    typer.Option(
-        "--num-speculative-tokens", "-k", help="Drafted tokens per step; unset: automatic."
-    ),
+    Option("--num-speculative-tokens", "-k", help="Drafted tokens per step; unset: automatic."),
 ]
 NotLossless = Annotated[
     bool,
-    typer.Option("--not-lossless", help="Typical acceptance (Medusa): changes the distribution."),
+    Option("--not-lossless", help="Typical acceptance (Medusa): changes the distribution."),
 ]
-Exact = Annotated[
-    str | None, typer.Option(help="distribution (the default), or replay: deterministic.")
-]
-MaxContext = Annotated[int | None, typer.Option(help="Tokens per sequence in the KV cache.")]
+Exact = Annotated[str | None, Option(help="distribution (the default), or replay: deterministic.")]
+MaxContext = Annotated[int | None, Option(help="Tokens per sequence in the KV cache.")]
 Json = Annotated[
     Path | None,
-    typer.Option("--json", help="Write a JSON report.", metavar="FILE", callback=writable),
+    Option("--json", help="Write a JSON report.", metavar="FILE", callback=writable),
 ]
-Plot = Annotated[
-    Path | None, typer.Option(help="Draw the report into a PNG file.", callback=drawable)
-]
+Plot = Annotated[Path | None, Option(help="Draw the report into a PNG file.", callback=drawable)]
 
 
 # ---------------------------------------------------------------------------------- groups
@@ -128,9 +122,9 @@ Plot = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
-    model: Annotated[str, typer.Option(help="Alias, hub id, folder or .gguf file.")] = "smollm2"
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 ...")] = None
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 ...")] = None
+    model: Annotated[str, Option(help="Alias, hub id, folder or .gguf file.")] = "smollm2"
+    dtype: Annotated[str | None, Option(help="float32, bfloat16, float16 ...")] = None
+    device: Annotated[str | None, Option(help="cpu, cuda, cuda:1 ...")] = None
 
     def load(self) -> tuple[PreTrainedModel, Any]:
         """The model and its tokenizer."""
@@ -143,7 +137,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class LLMOptions(ModelOptions):
-    quantize: Annotated[str | None, typer.Option(help="int8: quantized weights, CPU only.")] = None
+    quantize: Annotated[str | None, Option(help="int8: quantized weights, CPU only.")] = None
 
     def build(self, drafter: Any, **options: Any) -> LLM:
         """An LLM for one sequence at a time, unless `options` say otherwise; None: its default."""
@@ -159,11 +153,11 @@ class LLMOptions(ModelOptions):
 @dataclass(frozen=True)
 class DrafterOptions:
     drafter: Annotated[
-        str | None, typer.Option(help="auto, eagle, medusa, suffix, draft_model, none ...")
+        str | None, Option(help="auto, eagle, medusa, suffix, draft_model, none ...")
     ] = None
     draft_model: DraftModel = None
     speculative_config: Annotated[
-        str | None, typer.Option(help="The drafter as JSON, with vLLM's keys.", metavar="JSON")
+        str | None, Option(help="The drafter as JSON, with vLLM's keys.", metavar="JSON")
     ] = None
 
     def config(self, num_speculative_tokens: int | None = None) -> dict[str, Any]:
@@ -192,15 +186,15 @@ class DrafterOptions:
 @dataclass(frozen=True)
 class SamplingOptions:
     temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; unset: of the model's generation_config.")
+        float | None, Option(help="0 is greedy; unset: of the model's generation_config.")
     ] = None
-    top_p: Annotated[float | None, typer.Option(help="Keep the top tokens of this mass.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Keep this many tokens; 0: all.")] = None
+    top_p: Annotated[float | None, Option(help="Keep the top tokens of this mass.")] = None
+    top_k: Annotated[int | None, Option(help="Keep this many tokens; 0: all.")] = None
     min_p: Annotated[
-        float | None, typer.Option(help="Keep tokens of this share of the top probability.")
+        float | None, Option(help="Keep tokens of this share of the top probability.")
     ] = None
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate, at most.")] = None
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None
+    max_tokens: Annotated[int | None, Option(help="Tokens to generate, at most.")] = None
+    seed: Annotated[int | None, Option(help="The same seed gives the same text.")] = None
 
     def params(self, **more: Any) -> SamplingParams:
         return SamplingParams(**vars(self), **more)
@@ -211,13 +205,13 @@ class BenchOptions:
     """What `bench` and `tune` share; `tune` has other defaults."""
 
     prompts: Annotated[
-        str, typer.Option(help="builtin, random (tokens), or a file in Spec-Bench's format.")
+        str, Option(help="builtin, random (tokens), or a file in Spec-Bench's format.")
     ] = "builtin"
-    limit: Annotated[int | None, typer.Option(help="Prompts per task.", min=1)] = 2
-    repeats: Annotated[int, typer.Option(help="Repetitions; the median counts.", min=1)] = 3
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 64
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0
+    limit: Annotated[int | None, Option(help="Prompts per task.", min=1)] = 2
+    repeats: Annotated[int, Option(help="Repetitions; the median counts.", min=1)] = 3
+    max_tokens: Annotated[int, Option(help="Tokens to generate per prompt.")] = 64
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
+    seed: Annotated[int, Option(help="For temperatures above 0.")] = 0
     json_file: Json = None
     plot: Plot = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from draftahead.cli import options
 from draftahead.errors import ConfigError
@@ -13,8 +13,8 @@ from draftahead.errors import ConfigError
 
 @dataclass(frozen=True)
 class TuneOptions(options.BenchOptions):
-    limit: Annotated[int | None, typer.Option(help="Prompts per task.", min=1)] = 1
-    repeats: Annotated[int, typer.Option(help="Repetitions; the median counts.", min=1)] = 2
+    limit: Annotated[int | None, Option(help="Prompts per task.", min=1)] = 1
+    repeats: Annotated[int, Option(help="Repetitions; the median counts.", min=1)] = 2
 
 
 @options.grouped
@@ -24,11 +24,9 @@ def tune(
     measured: TuneOptions,
     num_speculative_tokens: Annotated[
         str,
-        typer.Option(
-            "--num-speculative-tokens", "-k", help="Numbers to measure, separated by commas."
-        ),
+        Option("--num-speculative-tokens", "-k", help="Numbers to measure, separated by commas."),
     ] = "1,3,5,7,11,15",
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    batch: Annotated[int, Option(help="Sequences at once.")] = 1,
 ) -> None:
     """Measure what drafting costs and gains on this machine, by number of drafted tokens."""
     from draftahead.bench import OVERALL

