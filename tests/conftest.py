@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import zoo
+from emulated_gpu import emulated_gpu
 
 torch.set_num_threads(1)
 
@@ -16,6 +18,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU its tests are not collected."""
     if not torch.cuda.is_available():
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device of a GPU, for tests of CUDA graphs that need no kernels of ours: a real one, and
+    the CPU as an emulated one."""
+    if request.param == "cuda":
+        yield "cuda"
+    else:
+        with emulated_gpu():
+            yield "cpu"
 
 
 @pytest.fixture

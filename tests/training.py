@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from draftahead.train.dataset import Dataset
 from draftahead.train.distill import DistillTask, new_draft_model
 from draftahead.train.eagle import EagleTask
 from draftahead.train.exit import ExitTask
-from draftahead.train.loop import TrainTask
 from draftahead.train.medusa import MedusaTask
+from draftahead.train.task import TrainTask
 
 AUX_LAYERS = (1, 2)
 
@@ -37,42 +36,26 @@ def generated_data(model: Any, count: int = 12, length: int = 24) -> Dataset:
     return Dataset.of([(p, zoo.reference(model, p, length)) for p in zoo.ragged_prompts(count)])
 
 
-@dataclass
-class Example:
-    """A task for a tiny target, and the drafter that loads what it saves."""
-
-    task: TrainTask
-    aux_layers: tuple[int, ...]
-    method: str
+def held_out(model: Any, data: Dataset, task: TrainTask) -> TrainBatches:
+    return TrainBatches(data, model, task.aux_layers, tokens=400)
 
 
-def held_out(model: Any, data: Dataset, aux_layers: tuple[int, ...]) -> TrainBatches:
-    return TrainBatches(data, model, aux_layers, tokens=400)
-
-
-def eagle_example(model: Any, data: Dataset) -> Example:
+def eagle_task(model: Any, data: Dataset) -> TrainTask:
     tokens = data.most_frequent(zoo.VOCABULARY, zoo.VOCABULARY)
-    head = new_head(model, tokens, depths=AUX_LAYERS)
-    task = EagleTask(head, model, held_out(model, data, AUX_LAYERS), depth=3)
-    return Example(task, AUX_LAYERS, "eagle")
+    return EagleTask(new_head(model, tokens, depths=AUX_LAYERS), model, depth=3)
 
 
-def medusa_example(model: Any, data: Dataset) -> Example:
-    task = MedusaTask(new_heads(model, 3), model, held_out(model, data, ()))
-    return Example(task, (), "medusa")
+def medusa_task(model: Any, data: Dataset) -> TrainTask:
+    return MedusaTask(new_heads(model, 3), model)
 
 
-def exit_example(model: Any, data: Dataset) -> Example:
-    adapter = new_adapter(model, 2, rank=48)
-    task = ExitTask(adapter, model, held_out(model, data, (2,)), depth=3)
-    return Example(task, (2,), "early_exit")
+def exit_task(model: Any, data: Dataset) -> TrainTask:
+    return ExitTask(new_adapter(model, 2, rank=48), model, depth=3)
 
 
-def distill_example(model: Any, data: Dataset) -> Example:
+def distill_task(model: Any, data: Dataset) -> TrainTask:
     draft = new_draft_model(model, layers=2)
-    words = zoo.tokenizer()
-    task = DistillTask(draft, model, held_out(model, data, ()), tokenizer=words, depth=3)
-    return Example(task, (), "draft_model")
+    return DistillTask(draft, model, tokenizer=zoo.tokenizer(), depth=3)
 
 
-EXAMPLES = [eagle_example, medusa_example, exit_example, distill_example]
+TASKS = [eagle_task, medusa_task, exit_task, distill_task]

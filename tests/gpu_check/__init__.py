@@ -1,2 +1,2 @@
-"""Checks of the GPU code on a machine without a GPU: kernels compiled for sm_90, kernels run by
-Triton's interpreter, and CUDA graphs emulated on the CPU."""
+"""GPU kernels checked without a GPU: compiled for sm_90 as the real code launches them. See also
+tests/interpreted (the kernels run by Triton's interpreter) and tests/emulated_gpu.py."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import transformers
 
+from cuda_models import SIZES, untrained
 from draftahead.backends.base import CacheSlice, DeviceTree
 from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.graphs import GraphPool
@@ -26,18 +27,6 @@ from draftahead.kv.cache import KVCache, LayerKVShape
 from emulated_gpu import emulated_gpu
 
 CPU = torch.device("cpu")
-NAMES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
-WINDOW = 40  # of mistral's attention
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-}
 LARGE = {  # a layer of Llama 3.1 8B
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -126,16 +115,13 @@ def filled_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def model(kind: str, dtype: torch.dtype, options: dict[str, Any] = SMALL) -> Any:
+def model(kind: str, dtype: torch.dtype, *, is_filled: bool = True, **sizes: int) -> Any:
     """Weights that depend on their names and places alone. Those of a large model are not filled:
     their memory is never touched."""
-    more = {"sliding_window": WINDOW} if kind == "mistral" else {}
-    config = getattr(transformers, f"{NAMES[kind]}Config")(**options, **more)
-    make = getattr(transformers, f"{NAMES[kind]}ForCausalLM")
-    if options is not SMALL:
+    if not is_filled:
         with torch.device("meta"):
-            return make(config).eval().to(dtype).to_empty(device=CPU)
-    return filled(make(config).eval().to(dtype))
+            return untrained(kind, **sizes).to(dtype).to_empty(device=CPU)
+    return filled(untrained(kind, **sizes).to(dtype))
 
 
 def filled(module: Any) -> Any:
@@ -177,7 +163,7 @@ def forward(made: CudaDecoder, spec: Pass) -> None:
 def head(target: Any, dtype: torch.dtype, spec: Growth) -> tuple[EagleHead, CudaEagleHead]:
     vocabulary = target.config.vocab_size
     spoken = torch.arange(0, vocabulary, spec.every)
-    if target.config.hidden_size == SMALL["hidden_size"]:
+    if target.config.hidden_size == SIZES["hidden_size"]:
         made = _normed(new_head(target, spoken, depths=(1, 2, 2), layers=spec.layers), spec, spoken)
         made = filled(made.to(dtype))
     else:
@@ -247,7 +233,7 @@ def variants() -> Iterator[Variant]:
         for name, dtype in DTYPES.items():
             if kind == "mistral" and name == "float16":
                 continue
-            made = model(kind, dtype)
+            made = model(kind, dtype, num_hidden_layers=2)
             for what, spec in PASSES.items():
                 yield (
                     f"{kind} {name}, {what}",
@@ -255,7 +241,7 @@ def variants() -> Iterator[Variant]:
                     lambda made=made, dtype=dtype, spec=spec: forward(decoder(made, dtype), spec),
                 )
     for name, dtype in DTYPES.items():
-        made = model("llama", dtype)
+        made = model("llama", dtype, num_hidden_layers=2)
         for what, spec in GROWTHS.items():
             yield (
                 f"head {name}, {what}",
@@ -268,7 +254,8 @@ def variants() -> Iterator[Variant]:
 def large_variants() -> Iterator[Variant]:
     """Of real sizes, where tiles are large and shared memory is scarce."""
     dtype = torch.bfloat16
-    made = model("llama", dtype, LARGE)
+    make = partial(model, "llama", dtype, is_filled=False, **LARGE)
+    made = make()
     for what, spec in LARGE_PASSES.items():
         yield (
             f"large llama, {what}",
@@ -280,5 +267,7 @@ def large_variants() -> Iterator[Variant]:
         yield (
             f"large head, {'sampled' if sampled else 'greedy'}",
             False,
-            lambda growth=growth: grow(*head(model("llama", dtype, LARGE), dtype, growth), growth),
+            lambda growth=growth: grow(
+                *head(model("llama", dtype, is_filled=False, **LARGE), dtype, growth), growth
+            ),
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from cuda_models import cuda_model
 from draftahead.backends.cuda.layers import CudaLayers
 from draftahead.backends.llama_spec import llama_spec_of
 from draftahead.kv.cache import KVCache, LayerKVShape
@@ -16,40 +16,16 @@ from draftahead.kv.cache import KVCache, LayerKVShape
 DTYPES = [torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")
 ENTRIES = 320  # KV entries of a slot
-NAMES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
 # 192 inputs are no multiple of a tile of 128, and 300 outputs none of a tile of 16.
 SIZES = {
-    "vocab_size": 300,
     "hidden_size": 192,
-    "intermediate_size": 192,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
     "max_position_embeddings": ENTRIES,
 }
 
 
-def randomised(module: Any, seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            mean, deviation = (1.0, 0.1) if "norm" in name else (0.0, 0.12)
-            parameter.copy_(
-                mean + deviation * torch.randn(parameter.shape, generator=generator)
-            )
-    return module
-
-
-def model(kind: str, dtype: torch.dtype, **sizes: Any) -> Any:
-    more = {"sliding_window": 40} if kind == "mistral" else {}
-    config = getattr(transformers, f"{NAMES[kind]}Config")(**(SIZES | more | sizes))
-    made = getattr(transformers, f"{NAMES[kind]}ForCausalLM")(config).eval()
-    return randomised(made).to(dtype)
-
-
 def layers(kind: str, dtype: torch.dtype, slots: int = 3, **sizes: Any) -> CudaLayers:
-    target = model(kind, dtype, **sizes)
+    target = cuda_model(kind, dtype, **(SIZES | sizes))
     c = target.config
     shapes = [LayerKVShape(c.num_key_value_heads, c.head_dim, c.num_key_value_heads, c.head_dim)]
     cache = KVCache(shapes * c.num_hidden_layers, slots, ENTRIES, dtype, CPU)

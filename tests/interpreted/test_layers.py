@@ -184,7 +184,9 @@ def truth_of(
     position, then by node of the block: mixed values, and the new keys and values."""
     s, layer = made.shape, made.shape.layers[0]
     nodes, length = len(qkv), len(before) - old
-    q, k, v = qkv.split([s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.num_kv_heads * s.head_dim], 1)
+    q, k, v = qkv.split(
+        [s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.num_kv_heads * s.head_dim], 1
+    )
     q, k, v = (part.view(nodes, -1, s.head_dim) for part in (q, k, v))
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = rms(q, layer.q_norm, s.norm_eps), rms(k, layer.k_norm, s.norm_eps)

@@ -81,14 +81,14 @@ def test_long_texts_keep_their_end(model: Any) -> None:
     data = numbered_data()
     for tokens, longest, most in ((1000, 8, 8), (9, None, 9), (9, 20, 9)):
         batches = TrainBatches(data, model, AUX_LAYERS, tokens=tokens, max_length=longest)
-        seen = [entry for batch in batches.once() for entry in learned_in(batch)]
+        seen = [entry for batch in batches for entry in learned_in(batch)]
         assert max(len(text) for text, _ in seen) == most
         assert sorted(seen) == sorted(expected_of(data, most))
 
 
 @torch.no_grad()
 def test_hidden_states_are_the_targets_own(model: Any) -> None:
-    for batch in TrainBatches(numbered_data(12), model, AUX_LAYERS, tokens=100).once():
+    for batch in TrainBatches(numbered_data(12), model, AUX_LAYERS, tokens=100):
         for row in range(len(batch.tokens)):
             mask = batch.attention_mask[row]
             text = batch.tokens[row][mask]

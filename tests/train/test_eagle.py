@@ -9,7 +9,8 @@ from torch.nn import functional as F
 import zoo
 from draftahead.drafters.eagle.head import EagleHead, new_head
 from draftahead.train.batches import TrainBatches
-from draftahead.train.eagle import Chains
+from draftahead.train.eagle import unrolled
+from draftahead.train.task import Chains
 from training import AUX_LAYERS, random_data
 
 
@@ -33,9 +34,9 @@ def test_unrolled_chains_are_what_drafting_would_compute(layers: int) -> None:
     inputs up to its start, then over its own outputs."""
     model, head = tiny_head(layers)
     data = random_data()
-    (batch,) = TrainBatches(data, model, AUX_LAYERS, tokens=1000).once()
+    (batch,) = TrainBatches(data, model, AUX_LAYERS, tokens=1000)
     chains = Chains(batch, 3)
-    found = list(chains.outputs(head, model.get_input_embeddings()))
+    found = list(unrolled(head, model.get_input_embeddings(), chains))
     length = batch.tokens.shape[1]
     checked = 0
     for row in range(len(batch.tokens)):
@@ -62,7 +63,7 @@ def test_nodes_and_positions_predict_the_same_tokens() -> None:
     """The label of a position is the target's distribution of the token that the node predicts."""
     model, _ = tiny_head()
     data = random_data()
-    (batch,) = TrainBatches(data, model, AUX_LAYERS, tokens=1000).once()
+    (batch,) = TrainBatches(data, model, AUX_LAYERS, tokens=1000)
     chains = Chains(batch, 3)
     rows, at = chains.positions // chains.window, chains.positions % chains.window
     predicted = chains.first + at + 1

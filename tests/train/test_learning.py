@@ -12,13 +12,14 @@ import zoo
 from draftahead import LLM, SamplingParams
 from draftahead.drafters.medusa.heads import new_heads
 from draftahead.train.batches import TrainBatches
+from draftahead.train.config import TrainConfig
 from draftahead.train.dataset import Dataset
-from draftahead.train.loop import TrainConfig, TrainLoop
+from draftahead.train.loop import TrainLoop
 from draftahead.train.medusa import MedusaTask
-from training import EXAMPLES, eagle_example, generated_data, held_out, medusa_example
+from training import TASKS, eagle_task, generated_data, held_out, medusa_task
 
 
-@pytest.mark.parametrize("make", EXAMPLES)
+@pytest.mark.parametrize("make", TASKS)
 def test_short_texts_count_the_same_alone_and_beside_longer_ones(make: Any) -> None:
     """Batches hold texts of similar length, so short ones form batches of their own."""
     model = zoo.tiny("llama", dtype=torch.float32)
@@ -29,15 +30,13 @@ def test_short_texts_count_the_same_alone_and_beside_longer_ones(make: Any) -> N
     data = Dataset.of(
         [(text[:2], text[2:size]) for text, size in zip(continuations, sizes, strict=True)]
     )
-    example = make(model, data)
-    task: Any = example.task
-    task._depth = 5  # longer than a text; Medusa has three heads
-    together = task.evaluate()
-    apart = TrainBatches(data, model, example.aux_layers, tokens=18)
-    assert [batch.tokens.shape[1] for batch in apart.once()].count(3) == 1 < len(apart)
-    task._held_out = apart
-    assert task.evaluate() == together
-    for batch in apart.once():
+    task = make(model, data)
+    if make is not medusa_task:  # it has three heads
+        task.depth = 5  # longer than a text
+    apart = TrainBatches(data, model, task.aux_layers, tokens=18)
+    assert [batch.tokens.shape[1] for batch in apart].count(3) == 1 < len(apart)
+    assert task.evaluate(apart) == task.evaluate(held_out(model, data, task))
+    for batch in apart:
         loss = task.loss(batch)
         loss.backward()
         assert loss.isfinite()
@@ -47,31 +46,27 @@ def test_a_draft_vocabulary_smaller_than_the_candidates_of_a_head() -> None:
     model = zoo.tiny("llama", dtype=torch.float32)
     data = generated_data(model, 4)
     heads = new_heads(model, 3, tokens=data.most_frequent(5, zoo.VOCABULARY))
-    task = MedusaTask(heads, model, held_out(model, data, ()))
-    task.evaluate()
+    task = MedusaTask(heads, model)
+    task.evaluate(held_out(model, data, task))
     assert heads.choices and max(max(path) for path in heads.choices) < 5
 
 
-@pytest.mark.parametrize("make", EXAMPLES)
+@pytest.mark.parametrize("make", TASKS)
 def test_training_raises_acceptance_as_simulated(make: Any, tmp_path: Path) -> None:
     """On a few texts of the target acceptance rises well above chance, and the simulated acceptance
     is that of a drafter with these weights."""
     torch.manual_seed(0)
     model = zoo.tiny("llama", dtype=torch.float32)
     data = generated_data(model)
-    example = make(model, data)
-    task = example.task
-    before = task.evaluate().length
-    batches = TrainBatches(data, model, example.aux_layers, tokens=400, cache_bytes=10**7)
+    task = make(model, data)
+    texts = held_out(model, data, task)
+    before = task.evaluate(texts).length
+    batches = TrainBatches(data, model, task.aux_layers, tokens=400, cache_bytes=10**7)
     config = TrainConfig(steps=200, lr=5e-3, warmup=5, ema_decay=0.9, eval_interval=200)
-    history = TrainLoop(task, config, tmp_path, batches.from_step).run()
-    assert history.lengths[-1] > before + (0.05 if make is medusa_example else 0.5)
-    key = "adapter" if example.method == "early_exit" else "model"
-    llm = LLM(
-        model,
-        {"method": example.method, key: str(tmp_path), "num_speculative_tokens": 3},
-        max_batch=1,
-    )
+    history = TrainLoop(task, config, tmp_path, batches.from_step, texts).run()
+    assert history.lengths[-1] > before + (0.05 if make is medusa_task else 0.5)
+    drafter = {"method": task.method, task.file_key: str(tmp_path), "num_speculative_tokens": 3}
+    llm = LLM(model, drafter, max_batch=1)
     steps = tokens = 0
     for index in range(len(data)):
         text, at = data.text(index).tolist(), int(data.prompt_lengths[index])
@@ -81,5 +76,5 @@ def test_training_raises_acceptance_as_simulated(make: Any, tmp_path: Path) -> N
         steps, tokens = steps + out.stats.steps, tokens + out.stats.tokens
     # Medusa has no hidden state before the first step of a sequence, so it drafts nothing there;
     # and its files and EAGLE's hold bfloat16. The others are exact.
-    rough = make in (eagle_example, medusa_example)
+    rough = make in (eagle_task, medusa_task)
     assert tokens / steps == pytest.approx(history.lengths[-1], rel=0.1 if rough else 1e-9)

@@ -19,16 +19,10 @@ from draftahead.drafters.eagle.head import new_head
 from draftahead.errors import ConfigError, TrainingError
 from draftahead.train.acceptance import Acceptance
 from draftahead.train.batches import TrainBatches
+from draftahead.train.config import LR_FLOOR, TrainConfig
 from draftahead.train.dataset import Dataset
 from draftahead.train.eagle import EagleTask
-from draftahead.train.loop import (
-    CHECKPOINT,
-    HISTORY,
-    LR_FLOOR,
-    SETTLED,
-    TrainConfig,
-    TrainLoop,
-)
+from draftahead.train.loop import CHECKPOINT, HISTORY, SETTLED, TrainLoop
 
 FILE = "weights.safetensors"
 
@@ -47,7 +41,7 @@ class Line:
         points, values = batch
         return (self.module(points)[:, 0] - values).square().mean()
 
-    def evaluate(self) -> Acceptance:
+    def evaluate(self, held_out: Any) -> Acceptance:
         self.seen.append(self.module.weight.detach().clone())
         self._count += 1
         return Acceptance(next(self._lengths, self._count), [0.5])
@@ -73,21 +67,22 @@ def from_number(
 CONFIG = TrainConfig(steps=12, lr=1e-2, warmup=3, ema_decay=0.9, eval_interval=3)
 
 
-def tiny_eagle() -> tuple[EagleTask, TrainBatches]:
+def tiny_eagle() -> tuple[EagleTask, TrainBatches, TrainBatches]:
     torch.manual_seed(1)
     model = zoo.tiny("llama", dtype=torch.float32)
     data = Dataset.of([(p, zoo.reference(model, p, 12)) for p in zoo.ragged_prompts(10)])
     held_out = TrainBatches(data, model, (1, 2), tokens=200)
+    batches = TrainBatches(data, model, (1, 2), tokens=80)
     head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 2))
-    return EagleTask(head, model, held_out, depth=2), TrainBatches(data, model, (1, 2), tokens=80)
+    return EagleTask(head, model, depth=2), batches, held_out
 
 
 def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Weights, averages and history to the bit. It resumes within an epoch, at a checkpoint."""
     whole, part = tmp_path / "whole", tmp_path / "part"
-    task, batches = tiny_eagle()
+    task, batches, held_out = tiny_eagle()
     assert len(batches) not in (1, 2, 3, 6)
-    expected = TrainLoop(task, CONFIG, whole, batches.from_step)
+    expected = TrainLoop(task, CONFIG, whole, batches.from_step, held_out)
     expected.run()
 
     def interrupted(number: int) -> Iterator[Any]:
@@ -95,12 +90,12 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
             yield batch
         raise KeyboardInterrupt
 
-    task, batches = tiny_eagle()
+    task, batches, held_out = tiny_eagle()
     with pytest.raises(KeyboardInterrupt):
-        TrainLoop(task, CONFIG, part, interrupted).run()
-    task, batches = tiny_eagle()
+        TrainLoop(task, CONFIG, part, interrupted, held_out).run()
+    task, batches, held_out = tiny_eagle()
     lines: list[str] = []
-    found = TrainLoop(task, CONFIG, part, batches.from_step, log=lines.append)
+    found = TrainLoop(task, CONFIG, part, batches.from_step, held_out, log=lines.append)
     found.run(resume=True)
     assert lines[0] == "continuing from step 6"
     for ours, theirs in zip(found.weights, expected.weights, strict=True):
@@ -111,7 +106,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (part, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     # A finished training does nothing.
-    again = TrainLoop(tiny_eagle()[0], CONFIG, part, batches.from_step)
+    again = TrainLoop(tiny_eagle()[0], CONFIG, part, batches.from_step, held_out)
     assert again.run(resume=True).steps == [3, 6, 9, 12]
 
 
@@ -122,9 +117,9 @@ def test_two_accumulated_half_batches_equal_one_batch(tmp_path: Path) -> None:
             yield x[4:], y[4:]
 
     one, two = Line(), Line()
-    TrainLoop(one, CONFIG, tmp_path / "one", from_number).run()
+    TrainLoop(one, CONFIG, tmp_path / "one", from_number, ()).run()
     config = replace(CONFIG, accumulate=2)
-    TrainLoop(two, config, tmp_path / "two", halves).run()
+    TrainLoop(two, config, tmp_path / "two", halves, ()).run()
     assert torch.allclose(one.module.weight, two.module.weight, atol=1e-6)
     histories = [json.loads((tmp_path / n / HISTORY).read_text()) for n in ("one", "two")]
     assert histories[0]["losses"] == pytest.approx(histories[1]["losses"], rel=1e-5)
@@ -148,12 +143,12 @@ def test_nan_ends_the_training_and_keeps_the_last_good_files(
     kind: type[Line], wrong: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(TrainingError, match=r"nan by step 9.*lower --lr.*last good ones"):
-        TrainLoop(kind(), CONFIG, tmp_path, lambda n: from_number(n, wrong)).run()
+        TrainLoop(kind(), CONFIG, tmp_path, lambda n: from_number(n, wrong), ()).run()
     kept = load_file(tmp_path / FILE)
     assert all(value.isfinite().all() for value in kept.values())
     # It can be continued from the last checkpoint.
     task, lines = Line(), list[str]()
-    TrainLoop(task, CONFIG, tmp_path, from_number, log=lines.append).run(resume=True)
+    TrainLoop(task, CONFIG, tmp_path, from_number, (), log=lines.append).run(resume=True)
     assert lines[0] == "continuing from step 6"
     assert task.module.weight.isfinite().all()
 
@@ -161,7 +156,7 @@ def test_nan_ends_the_training_and_keeps_the_last_good_files(
 def test_nan_before_the_first_evaluation_leaves_no_files(tmp_path: Path) -> None:
     wrong = lambda n: from_number(n + 8, nan_at_8)  # noqa: E731
     with pytest.raises(TrainingError) as caught:
-        TrainLoop(Line(), CONFIG, tmp_path, wrong).run()
+        TrainLoop(Line(), CONFIG, tmp_path, wrong, ()).run()
     assert "good ones" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -171,7 +166,7 @@ def test_a_diverging_loss_ends_the_training(tmp_path: Path) -> None:
         return (batch[0], batch[1] + 1e3) if number >= 2 * SETTLED else batch
 
     config = TrainConfig(steps=4 * SETTLED, lr=1e-2, warmup=3, ema_decay=0.9, eval_interval=50)
-    loop = TrainLoop(Line(), config, tmp_path, lambda n: from_number(n, far))
+    loop = TrainLoop(Line(), config, tmp_path, lambda n: from_number(n, far), ())
     with pytest.raises(TrainingError, match=r"became .*e\+0[56] by step 220 .*it was about"):
         loop.run()
     assert load_file(tmp_path / FILE)["weight"].abs().max() < 10
@@ -181,7 +176,7 @@ def test_a_diverging_loss_ends_the_training(tmp_path: Path) -> None:
 def test_it_ends_when_acceptance_stops_rising(tmp_path: Path) -> None:
     config = TrainConfig(steps=100, eval_interval=2, patience=2)
     task, lines = Line([1.0, 3.0, 2.0, 3.5, 3.5, 3.4, 9.0]), list[str]()
-    history = TrainLoop(task, config, tmp_path, from_number, log=lines.append).run()
+    history = TrainLoop(task, config, tmp_path, from_number, (), log=lines.append).run()
     assert history.lengths == [1.0, 3.0, 2.0, 3.5, 3.5, 3.4]
     assert "not risen in 2 evaluations" in lines[-1]
     # The files are those of the best evaluation, not of the last.
@@ -199,32 +194,32 @@ def test_evaluations_use_averaged_weights_and_steps_do_not(tmp_path: Path) -> No
             live.append(task.module.weight.detach().clone())
             yield batch
 
-    TrainLoop(task, config, tmp_path, noting).run()
+    TrainLoop(task, config, tmp_path, noting, ()).run()
     after_one, after_two = live[1], task.module.weight.detach()
     expected = 0.1 * (0.1 * start + 0.9 * after_one) + 0.9 * after_two
     assert torch.allclose(task.seen[0], expected, atol=1e-7)
     assert not torch.allclose(task.seen[0], after_two, atol=1e-5)
     unaveraged = Line()
-    TrainLoop(unaveraged, replace(config, ema_decay=0.0), tmp_path / "2", from_number).run()
+    TrainLoop(unaveraged, replace(config, ema_decay=0.0), tmp_path / "2", from_number, ()).run()
     assert torch.equal(unaveraged.seen[0], unaveraged.module.weight)
     assert torch.equal(unaveraged.module.weight, after_two)
 
 
 def test_a_folder_with_a_training_is_not_overwritten(tmp_path: Path) -> None:
-    TrainLoop(Line(), CONFIG, tmp_path, from_number).run()
+    TrainLoop(Line(), CONFIG, tmp_path, from_number, ()).run()
     before = (tmp_path / FILE).read_bytes()
     with pytest.raises(ConfigError, match=r"training: continue it with --resume"):
-        TrainLoop(Line(), CONFIG, tmp_path, from_number).run()
+        TrainLoop(Line(), CONFIG, tmp_path, from_number, ()).run()
     with pytest.raises(ConfigError, match="not a checkpoint of this training"):
-        TrainLoop(Line(width=5), CONFIG, tmp_path, from_number).run(resume=True)
+        TrainLoop(Line(width=5), CONFIG, tmp_path, from_number, ()).run(resume=True)
     with pytest.raises(ConfigError, match="a training on other data"):
-        TrainLoop(Line(), CONFIG, tmp_path, from_number, data_digest="others").run(resume=True)
+        TrainLoop(Line(), CONFIG, tmp_path, from_number, (), data_digest="others").run(resume=True)
     (tmp_path / CHECKPOINT).write_bytes(b"no checkpoint at all")
     with pytest.raises(ConfigError, match="not a checkpoint of this training"):
-        TrainLoop(Line(), CONFIG, tmp_path, from_number).run(resume=True)
+        TrainLoop(Line(), CONFIG, tmp_path, from_number, ()).run(resume=True)
     torch.save({"module": Line().module.state_dict()}, tmp_path / CHECKPOINT)
     with pytest.raises(ConfigError, match="not a checkpoint of this training"):
-        TrainLoop(Line(), CONFIG, tmp_path, from_number).run(resume=True)
+        TrainLoop(Line(), CONFIG, tmp_path, from_number, ()).run(resume=True)
     assert (tmp_path / FILE).read_bytes() == before
 
 
@@ -256,7 +251,7 @@ def test_an_impossible_config_is_refused(given: dict[str, Any], message: str) ->
 
 def test_the_files_of_a_failed_training_load(tmp_path: Path) -> None:
     """An EAGLE head whose loss became NaN."""
-    task, batches = tiny_eagle()
+    task, batches, held_out = tiny_eagle()
     lm_head = task.head.lm_head.weight
 
     def spoilt(number: int) -> Iterator[Any]:
@@ -266,6 +261,6 @@ def test_the_files_of_a_failed_training_load(tmp_path: Path) -> None:
             yield batch
 
     with pytest.raises(TrainingError):
-        TrainLoop(task, CONFIG, tmp_path, spoilt).run()
+        TrainLoop(task, CONFIG, tmp_path, spoilt, held_out).run()
     head = io.load(tmp_path, zoo.tiny("llama", dtype=torch.float32))
     assert all(value.isfinite().all() for value in head.parameters())

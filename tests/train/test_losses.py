@@ -11,7 +11,7 @@ from draftahead.train.acceptance import Acceptance, AcceptanceSimulation
 from draftahead.train.batches import TrainBatches
 from draftahead.train.distill import DistillTask, new_draft_model
 from draftahead.train.losses import soft_cross_entropy
-from training import held_out, random_data
+from training import random_data
 
 
 def test_soft_cross_entropy_is_torchs_with_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def simulated(hits: torch.Tensor, generated: int) -> Acceptance:
     simulation = AcceptanceSimulation(hits.shape[-1])
     loss_mask = torch.zeros(1, hits.shape[1] + 2, dtype=torch.bool)
     loss_mask[:, -generated:] = True
-    simulation.add(hits, loss_mask)
+    simulation.add(hits.unbind(-1), loss_mask)
     return simulation.result()
 
 
@@ -56,9 +56,9 @@ def test_the_distillation_loss_is_that_of_whole_models(name: str) -> None:
     """Each text by itself and without padding: checks positions, masks and shifts."""
     model = zoo.tiny(name, dtype=torch.float32)
     data = random_data()
-    (batch,) = TrainBatches(data, model, (), tokens=1000).once()
+    (batch,) = TrainBatches(data, model, (), tokens=1000)
     draft = new_draft_model(model, layers=2)
-    task = DistillTask(draft, model, held_out(model, data, ()), depth=2)
+    task = DistillTask(draft, model, depth=2)
     total, count = 0.0, 0
     for index in range(len(data)):
         text, first = data.text(index)[None].long(), int(data.prompt_lengths[index])

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option, Typer
 
 from draftahead.cli import options
+from draftahead.core.sampling_params import SamplingParams
 from draftahead.errors import ConfigError, DraftaheadError
+from draftahead.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from draftahead.train.batches import TrainBatches
-    from draftahead.train.loop import History, TrainTask
-    from draftahead.train.setup import TrainSetup
+    from accelerate import PartialState
+    from torch import Tensor
 
-app = typer.Typer(help="Train a drafter for your model.", no_args_is_help=True)
+    from draftahead.train.dataset import Dataset
+    from draftahead.train.loop import History
+    from draftahead.train.task import TrainTask
 
-Out = Annotated[Path, typer.Option(help="The folder to write to.")]
-IntermediateSize = Annotated[
-    int | None, typer.Option(min=1, help="Of its MLPs; unset: the target's, or in proportion.")
-]
-DraftVocabulary = Annotated[
-    int | None, typer.Option(min=1, help="Most frequent tokens that it can draft; unset: all.")
-]
-Depth = Annotated[int, typer.Option(min=1, help="Drafted tokens of a chain, in evaluations.")]
-DepthDecay = Annotated[
-    float, typer.Option(help="Weight of the loss at a depth, relative to the depth before.")
-]
+app = Typer(help="Train a drafter for your model.", no_args_is_help=True)
+
+Out = Annotated[Path, Option(help="The folder to write to.")]
+IntermediateSize = Annotated[int | None, Option(min=1, help="Of its MLPs; unset: the target's.")]
+DraftVocabulary = Annotated[int | None, Option(min=1, help="Its most frequent tokens; unset: all.")]
+Depth = Annotated[int, Option(min=1, help="Drafted tokens of a chain, in evaluations.")]
+DepthDecay = Annotated[float, Option(help="Weight of the loss at a depth over that before.")]
 
 # ------------------------------------------------------------------------------ generated data
 
@@ -38,16 +39,16 @@ DepthDecay = Annotated[
 def data(
     model: options.LLMOptions,
     drafter: options.DrafterOptions,
-    prompts: Annotated[Path, typer.Option(help="JSON lines with prompt, messages, turns or text.")],
+    prompts: Annotated[Path, Option(help="JSON lines with prompt, messages, turns or text.")],
     out: Out,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")] = 256,
+    max_tokens: Annotated[int, Option(min=1, help="Tokens to generate, at most.")] = 256,
     max_length: Annotated[
-        int | None, typer.Option(min=1, help="Leave out prompts of more tokens.")
+        int | None, Option(min=1, help="Leave out prompts of more tokens.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For temperatures above 0.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 8,
-    shard: Annotated[str, typer.Option(help="2/3: shard 2 of 3, for several processes.")] = "1/1",
+    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, Option(help="For temperatures above 0.")] = 0,
+    batch: Annotated[int, Option(min=1, help="Sequences at once.")] = 8,
+    shard: Annotated[str, Option(help="2/3: shard 2 of 3, for several processes.")] = "1/1",
     max_context: options.MaxContext = None,
 ) -> None:
     """Generate training data: the target's own continuations of prompts. Resumable."""
@@ -62,7 +63,6 @@ def data(
     options.check_folder(out)
     llm = model.build(drafter.config(), max_context=max_context, max_batch=batch)
     requests, texts = dataset.read_prompts(prompts, llm)
-    notes = options.notes_console()
     if texts is not None:
         dataset.write_texts(texts, out)
     if requests:
@@ -70,14 +70,10 @@ def data(
             llm,
             requests,
             out,
-            params=options.sampling_params(
-                temperature=temperature, max_tokens=max_tokens, seed=seed
-            ),
+            params=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed),
             max_length=max_length,
             shard=(number, count),
-            progress=lambda done, files, tokens: notes.print(
-                f"{done} of {files} files, {tokens} new tokens"
-            ),
+            report=options.notes_console().print,
         )
     found = dataset.read_data(out)
     typer.echo(f"{out}: {len(found)} texts with {found.num_learned} tokens to learn")
@@ -86,101 +82,83 @@ def data(
 # ----------------------------------------------------------------------------------- trainings
 
 
+@dataclass(frozen=True)
+class TrainSetup:
+    """What every training starts with."""
+
+    model: Any  # the target
+    tokenizer: Any
+    vocab_size: int
+    train: Dataset
+    held_out: Dataset
+    processes: PartialState  # `accelerate launch` starts several, each with a GPU
+
+    def draft_tokens(self, size: int | None) -> Tensor | None:
+        """The most frequent tokens; None: the whole vocabulary."""
+        return None if size is None else self.train.most_frequent(size, self.vocab_size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(options.ModelOptions):
-    """What all trainings share."""
+    """What all trainings share, beside TrainConfig."""
 
-    data: Annotated[Path, typer.Option(help="A folder that `train data` wrote.")]
+    data: Annotated[Path, Option(help="A folder that `train data` wrote.")]
     out: Out
-    held_out: Annotated[
-        Path | None, typer.Option(help="Data to evaluate on; unset: a part of --data.")
-    ] = None
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 4000
-    lr: Annotated[float, typer.Option(help="Learning rate, after the warm-up.")] = 6e-4
-    warmup: Annotated[int, typer.Option(help="Steps of the warm-up.")] = 200
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per batch.")] = 8192
-    accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1
-    max_length: Annotated[
-        int, typer.Option(min=1, help="Tokens per text; longer ones keep the last ones.")
-    ] = 1024
-    eval_interval: Annotated[
-        int, typer.Option(help="Steps between evaluations, with checkpoints.")
-    ] = 500
-    patience: Annotated[
-        int, typer.Option(help="End after so many evaluations without a gain; 0: never.")
-    ] = 0
-    ema_decay: Annotated[float, typer.Option(help="Of the moving average of the weights.")] = 0.999
-    cache_hidden_states: Annotated[
-        float, typer.Option(min=0, help="GB of the target's hidden states to cache.")
-    ] = 0.0
-    hidden_states_folder: Annotated[
-        Path | None, typer.Option(help="Cache them in a file there, not in memory.")
-    ] = None
-    float32: Annotated[bool, typer.Option(help="No bfloat16 autocast on a GPU.")] = False
-    seed: Annotated[int, typer.Option(help="The same seed gives the same drafter.")] = 0
-    resume: Annotated[bool, typer.Option(help="Continue the training in --out.")] = False
+    held_out: Annotated[Path | None, Option(help="To evaluate on; unset: a part of --data.")] = None
+    tokens: Annotated[int, Option(min=1, help="Tokens per batch.")] = 8192
+    max_length: Annotated[int, Option(min=1, help="Tokens per text: the last ones.")] = 1024
+    cache_hidden_states: Annotated[float, Option(min=0, help="GB of the target's to cache.")] = 0.0
+    hidden_states_folder: Annotated[Path | None, Option(help="Cache them there, in a file.")] = None
+    resume: Annotated[bool, Option(help="Continue the training in --out.")] = False
     plot: options.Plot = None
 
-    def setup(self) -> TrainSetup:
+    def setup(self, seed: int) -> TrainSetup:
         """Checks what can be checked before the work, and loads target and data."""
-        from draftahead.bench.report import require_matplotlib
-        from draftahead.loader.progress import terminal_progress
-        from draftahead.train.setup import prepare
+        import torch
+        from accelerate import PartialState
 
-        if self.plot is not None:
-            require_matplotlib()
-            options.check_writable(self.plot)
+        from draftahead.core.device import gpu_count
+        from draftahead.models.support import text_config
+        from draftahead.train.dataset import read_for_training
+
         options.check_folder(self.out)
         if self.hidden_states_folder is not None and not self.cache_hidden_states:
             raise ConfigError("--hidden-states-folder needs a size: give --cache-hidden-states GB")
-        with terminal_progress() as progress:
-            progress("loading torch and transformers")
-            return prepare(
-                self.model,
-                self.data,
-                self.held_out,
-                dtype=self.dtype,
-                device=self.device,
-                seed=self.seed,
-                progress=progress,
-            )
+        torch.manual_seed(seed)  # all processes start with the same weights
+        # Without cpu=True, processes on a machine without GPUs would not form a group.
+        on_cpu = self.device.startswith("cpu") if self.device else not gpu_count()
+        processes = PartialState(cpu=on_cpu)
+        device = str(processes.device) if processes.num_processes > 1 else self.device
+        model, tokenizer = replace(self, device=device).load()
+        vocab_size = int(text_config(model).vocab_size)
+        data = read_for_training(self.data, self.held_out, vocab_size=vocab_size, seed=seed)
+        return TrainSetup(model, tokenizer, vocab_size, *data, processes)
 
-    def held_out_batches(self, setup: TrainSetup, aux_layers: tuple[int, ...]) -> TrainBatches:
+    def train(self, setup: TrainSetup, config: TrainConfig, task: TrainTask) -> None:
+        """Trains, and reports acceptance and speed-up."""
         from draftahead.train.batches import TrainBatches
+        from draftahead.train.dataset import digest
+        from draftahead.train.loop import TrainLoop
 
-        return TrainBatches(
-            setup.held_out,
-            setup.model,
-            aux_layers,
+        processes, folder = setup.processes, self.hidden_states_folder
+        batches_of = partial(
+            TrainBatches,
+            model=setup.model,
+            aux_layers=task.aux_layers,
             tokens=self.tokens,
             max_length=self.max_length,
         )
-
-    def train(
-        self, setup: TrainSetup, task: TrainTask, aux_layers: tuple[int, ...], method: str
-    ) -> None:
-        """Trains, and reports acceptance and speed-up. `method`: the drafter's name."""
-        from draftahead.train.batches import TrainBatches
-        from draftahead.train.loop import TrainConfig, TrainLoop
-
-        names = ("steps", "lr", "warmup", "accumulate", "ema_decay", "eval_interval", "patience")
-        same = {name: getattr(self, name) for name in (*names, "seed")}
-        config = TrainConfig(bfloat16=not self.float32, **same)
-        cache_bytes, folder = round(self.cache_hidden_states * 1e9), self.hidden_states_folder
-        batches = TrainBatches(
+        held_out = batches_of(setup.held_out)
+        cache_bytes = round(self.cache_hidden_states * 1e9)
+        batches = batches_of(
             setup.train,
-            setup.model,
-            aux_layers,
-            tokens=self.tokens,
-            max_length=self.max_length,
-            seed=self.seed,
+            seed=config.seed,
             # Each process has its own memory, but all share one disk.
-            cache_bytes=cache_bytes if folder is None else cache_bytes // setup.shard[1],
+            cache_bytes=cache_bytes if folder is None else cache_bytes // processes.num_processes,
             cache_folder=folder,
-            shard=setup.shard,
+            shard=(processes.process_index, processes.num_processes),
         )
-        is_main = setup.processes.is_main_process
-        notes = options.notes_console(quiet=not is_main)
+        notes = options.notes_console(quiet=not processes.is_main_process)
         size = sum(weight.numel() for weight in task.module.parameters() if weight.requires_grad)
         notes.print(
             f"{setup.train.num_learned} tokens to learn in {len(setup.train)} texts "
@@ -192,22 +170,21 @@ class TrainOptions(options.ModelOptions):
             config,
             self.out,
             batches.from_step,
+            held_out,
             log=notes.print,
-            data_digest=setup.data_digest,
+            data_digest=digest(setup.model, setup.train, setup.held_out),
         )
         history = loop.run(resume=self.resume)
-        setup.processes.destroy_process_group()
-        if is_main:
-            self._report(setup, history, method)
+        processes.destroy_process_group()
+        if processes.is_main_process:
+            self._report(setup, history, {"method": task.method, task.file_key: str(self.out)})
 
-    def _report(self, setup: TrainSetup, history: History, method: str) -> None:
+    def _report(self, setup: TrainSetup, history: History, drafter: dict[str, str]) -> None:
         from draftahead.train.estimate import measure_steps
         from draftahead.train.plot import draw
 
         best = max(range(len(history.lengths)), key=history.lengths.__getitem__)
         typer.echo(f"{self.out}: acceptance length {history.lengths[best]:.3f} on held-out texts")
-        key = "adapter" if method == "early_exit" else "model"
-        drafter = {"method": method, key: str(self.out)}
         speedups = None
         try:
             depth = len(history.by_depth[best])
@@ -224,17 +201,16 @@ class TrainOptions(options.ModelOptions):
 @options.grouped
 def eagle(
     training: TrainOptions,
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
+    config: TrainConfig,
+    layers: Annotated[int, Option(min=1, help="Decoder layers of the head.")] = 1,
     intermediate_size: IntermediateSize = None,
     aux_layers: Annotated[
         str | None,
-        typer.Option(help="Layers whose hidden states it reads; unset: 2,L/2,L-3 of L layers."),
+        Option(help="Layers whose hidden states it reads; unset: 2,L/2,L-3 of L layers."),
     ] = None,
-    draft_vocabulary: Annotated[
-        int, typer.Option(min=1, help="Most frequent tokens that it can draft.")
-    ] = 16384,
-    train_lm_head: Annotated[bool, typer.Option(help="Train its lm_head weights, too.")] = False,
-    depth: Annotated[int, typer.Option(min=1, help="Drafted tokens of a chain.")] = 5,
+    draft_vocabulary: Annotated[int, Option(min=1, help="Its most frequent tokens.")] = 16384,
+    train_lm_head: Annotated[bool, Option(help="Train its lm_head weights, too.")] = False,
+    depth: Annotated[int, Option(min=1, help="Drafted tokens of a chain.")] = 5,
     depth_decay: DepthDecay = 0.8,
 ) -> None:
     """Train an EAGLE-3 head, unrolled over its own outputs."""
@@ -242,34 +218,36 @@ def eagle(
     from draftahead.models.support import text_config
     from draftahead.train.eagle import EagleTask
 
-    setup = training.setup()
+    setup = training.setup(config.seed)
     num_layers = int(text_config(setup.model).num_hidden_layers)
     chosen = {2, num_layers // 2, num_layers - 3}
     if aux_layers is not None:
         chosen = set(options.split_numbers("--aux-layers", aux_layers))
-    aux = tuple(sorted(chosen))
-    tokens = setup.most_frequent_tokens(draft_vocabulary)
     head = new_head(
-        setup.model, tokens, depths=aux, layers=layers, intermediate_size=intermediate_size
+        setup.model,
+        setup.train.most_frequent(draft_vocabulary, setup.vocab_size),
+        depths=tuple(sorted(chosen)),
+        layers=layers,
+        intermediate_size=intermediate_size,
     )
     task = EagleTask(
         head,
         setup.model,
-        training.held_out_batches(setup, aux),
         depth=depth,
         depth_decay=depth_decay,
         train_lm_head=train_lm_head,
         name=training.model,
     )
-    training.train(setup, task, aux, "eagle")
+    training.train(setup, config, task)
 
 
 @app.command()
 @options.grouped
 def medusa(
     training: TrainOptions,
-    heads: Annotated[int, typer.Option(min=1, help="Heads: how many tokens ahead.")] = 4,
-    layers: Annotated[int, typer.Option(min=1, help="Residual blocks of a head.")] = 1,
+    config: TrainConfig,
+    heads: Annotated[int, Option(min=1, help="Heads: how many tokens ahead.")] = 4,
+    layers: Annotated[int, Option(min=1, help="Residual blocks of a head.")] = 1,
     draft_vocabulary: DraftVocabulary = None,
     depth_decay: DepthDecay = 0.8,
 ) -> None:
@@ -277,20 +255,20 @@ def medusa(
     from draftahead.drafters.medusa.heads import new_heads
     from draftahead.train.medusa import MedusaTask
 
-    setup = training.setup()
-    tokens = None if draft_vocabulary is None else setup.most_frequent_tokens(draft_vocabulary)
+    setup = training.setup(config.seed)
+    tokens = setup.draft_tokens(draft_vocabulary)
     made = new_heads(setup.model, heads, layers=layers, tokens=tokens)
-    held_out = training.held_out_batches(setup, ())  # the last hidden states are always there
-    task = MedusaTask(made, setup.model, held_out, depth_decay=depth_decay, name=training.model)
-    training.train(setup, task, (), "medusa")
+    task = MedusaTask(made, setup.model, depth_decay=depth_decay, name=training.model)
+    training.train(setup, config, task)
 
 
 @app.command()
 @options.grouped
 def exit(
     training: TrainOptions,
-    layer: Annotated[int, typer.Option(help="Exit after so many layers of the target.")],
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 256,
+    config: TrainConfig,
+    layer: Annotated[int, Option(help="Exit after so many layers of the target.")],
+    rank: Annotated[int, Option(min=1, help="Rank of the adapter.")] = 256,
     draft_vocabulary: DraftVocabulary = None,
     depth: Depth = 4,
 ) -> None:
@@ -298,44 +276,33 @@ def exit(
     from draftahead.drafters.early_exit.adapter import new_adapter
     from draftahead.train.exit import ExitTask
 
-    setup = training.setup()
-    tokens = None if draft_vocabulary is None else setup.most_frequent_tokens(draft_vocabulary)
+    setup = training.setup(config.seed)
+    tokens = setup.draft_tokens(draft_vocabulary)
     adapter = new_adapter(setup.model, layer, rank=rank, tokens=tokens)
-    held_out = training.held_out_batches(setup, (layer,))
-    task = ExitTask(adapter, setup.model, held_out, depth=depth)
-    training.train(setup, task, (layer,), "early_exit")
+    training.train(setup, config, ExitTask(adapter, setup.model, depth=depth))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftModelSizes:
+    layers: Annotated[int, Option(min=1, help="Decoder layers of the draft model.")]
+    hidden_size: Annotated[int | None, Option(min=1, help="Unset: the target's.")] = None
+    intermediate_size: IntermediateSize = None
+    num_heads: Annotated[int | None, Option(min=1, help="Unset: in proportion.")] = None
+    num_kv_heads: Annotated[int | None, Option(min=1, help="Unset: in proportion.")] = None
 
 
 @app.command()
 @options.grouped
 def distill(
-    training: TrainOptions,
-    layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the draft model.")],
-    hidden_size: Annotated[int | None, typer.Option(min=1, help="Unset: the target's.")] = None,
-    intermediate_size: IntermediateSize = None,
-    num_heads: Annotated[
-        int | None, typer.Option(min=1, help="Attention heads; unset: in proportion.")
-    ] = None,
-    num_kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="KV heads; unset: in proportion.")
-    ] = None,
-    depth: Depth = 5,
+    training: TrainOptions, config: TrainConfig, sizes: DraftModelSizes, depth: Depth = 5
 ) -> None:
     """Train a small draft model of the target's architecture and vocabulary."""
     from draftahead.train.distill import DistillTask, new_draft_model
 
-    setup = training.setup()
-    draft = new_draft_model(
-        setup.model,
-        layers=layers,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-    )
-    held_out = training.held_out_batches(setup, ())
-    task = DistillTask(draft, setup.model, held_out, tokenizer=setup.tokenizer, depth=depth)
-    training.train(setup, task, (), "draft_model")
+    setup = training.setup(config.seed)
+    draft = new_draft_model(setup.model, **vars(sizes))
+    task = DistillTask(draft, setup.model, tokenizer=setup.tokenizer, depth=depth)
+    training.train(setup, config, task)
 
 
 # ------------------------------------------------------------------------------------ export
@@ -345,7 +312,7 @@ def distill(
 @options.grouped
 def export(
     model: options.ModelOptions,
-    head: Annotated[str, typer.Option(help="Folder, file or hub id of a trained head.")],
+    head: Annotated[str, Option(help="Folder, file or hub id of a trained head.")],
     out: Out,
 ) -> None:
     """Write an EAGLE head or Medusa heads with their lm_head weights, for other servers."""

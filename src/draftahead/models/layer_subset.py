@@ -37,7 +37,7 @@ class LayerSubset:
     ) -> None:
         """`exit` changes the hidden states behind the last layer. `tokens` [D]: a draft vocabulary,
         where the LM head is a plain linear layer; logits are over it."""
-        self._stack = _layers_of(model)
+        self._stack = layers_of(model)
         self.layers = tuple(sorted(set(layers)))
         if not self.layers or self.layers[0] != 0 or self.layers[-1] >= len(self._stack):
             raise ConfigError(
@@ -124,7 +124,7 @@ def captured_hidden(model: Any, depths: Sequence[int]) -> Iterator[dict[int, Ten
     def keep(depth: int, _: Any, __: Any, output: Any) -> None:
         found[depth] = output if isinstance(output, Tensor) else output[0]
 
-    modules = [*_layers_of(model)[:-1], model.get_decoder()] if depths else []
+    modules = [*layers_of(model)[:-1], model.get_decoder()] if depths else []
     handles = [modules[d - 1].register_forward_hook(partial(keep, d)) for d in depths]
     try:
         yield found
@@ -137,7 +137,7 @@ def _num_weights(module: Any) -> int:
     return sum(tensor.numel() for tensor in [*module.parameters(), *module.buffers()])
 
 
-def _layers_of(model: Any) -> list[Any]:
+def layers_of(model: Any) -> list[Any]:
     count = int(text_config(model).num_hidden_layers)
     for module in model.modules():  # the outermost first
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
@@ -71,15 +72,12 @@ class TrainBatches:
             )
         self._data, self._tokens, self._seed, self._shard = data, tokens, seed, shard
         # The end of a long text is kept: it holds the tokens to learn.
-        longest = min(tokens, max_length or tokens)
-        self._lengths = data.lengths.clamp(max=longest).tolist()
+        self._lengths = data.lengths.clamp(max=min(tokens, max_length or tokens))
         # The first token that is left cannot be predicted.
-        learned = torch.minimum(data.lengths - data.prompt_lengths, torch.tensor(self._lengths) - 1)
-        self._learned = learned.tolist()
-        self._usable = [i for i, n in enumerate(self._lengths) if n >= 3 and self._learned[i] > 0]
+        self._learned = (data.lengths - data.prompt_lengths).minimum(self._lengths - 1)
+        self._usable = ((self._lengths >= 3) & (self._learned > 0)).nonzero()[:, 0].tolist()
         if not self._usable:
             raise ConfigError("no text has tokens to learn")
-        self._device = model.device
         self._hidden = HiddenStates(
             model, tuple(aux_layers), self._lengths, cache_bytes, cache_folder
         )
@@ -94,24 +92,23 @@ class TrainBatches:
         while step >= (count := len(self._epoch(epoch))):
             step, epoch = step - count, epoch + 1
         while True:
-            for indices in self._epoch(epoch)[step:]:
-                yield self._batch(indices)
+            yield from map(self._batch, self._epoch(epoch)[step:])
             step, epoch = 0, epoch + 1
 
-    def once(self) -> Iterator[TrainBatch]:
-        for indices in self._epoch(0):
-            yield self._batch(indices)
+    def __iter__(self) -> Iterator[TrainBatch]:
+        """One epoch."""
+        return map(self._batch, self._epoch(0))
 
     def _epoch(self, number: int) -> list[list[int]]:
         """The texts of each batch of this process."""
         rng = random.Random(f"{self._seed} {number}")
         order = rng.sample(self._usable, len(self._usable))
         pool = SORTED_BATCHES * max(1, self._tokens // 256)
-        batches: list[list[int]] = []
+        lengths, batches = self._lengths.tolist(), list[list[int]]()
         for start in range(0, len(order), pool):
             batch: list[int] = []
-            for index in sorted(order[start : start + pool], key=lambda i: self._lengths[i]):
-                if batch and self._lengths[index] * (len(batch) + 1) > self._tokens:
+            for index in sorted(order[start : start + pool], key=lengths.__getitem__):
+                if batch and lengths[index] * (len(batch) + 1) > self._tokens:
                     batches.append(batch)
                     batch = []
                 batch.append(index)
@@ -126,23 +123,26 @@ class TrainBatches:
         return batches[rank : len(batches) - len(batches) % processes : processes]
 
     def _batch(self, indices: list[int]) -> TrainBatch:
-        length = max(self._lengths[i] for i in indices)
-        tokens = torch.zeros(len(indices), length, dtype=torch.int64)
-        attention_mask = torch.zeros(len(indices), length, dtype=torch.bool)
-        loss_mask = torch.zeros(len(indices), length, dtype=torch.bool)
-        for row, index in enumerate(indices):
-            own = self._lengths[index]
-            tokens[row, length - own :] = self._data.text(index)[-own:]
-            attention_mask[row, length - own :] = True
-            loss_mask[row, length - self._learned[index] :] = True
+        texts = [self._data.text(i)[-int(self._lengths[i]) :].long() for i in indices]
+        tokens = pad_sequence(texts, batch_first=True, padding_side="left")
+        from_end = torch.arange(tokens.shape[1], 0, -1)
+        attention_mask = from_end <= self._lengths[indices, None]
+        learned = self._learned[indices, None]
+        device = self._hidden.device
         tokens, attention_mask, loss_mask = (
-            x.to(self._device, non_blocking=True) for x in (tokens, attention_mask, loss_mask)
+            x.to(device, non_blocking=True) for x in (tokens, attention_mask, from_end <= learned)
         )
         position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        window = max(self._learned[i] for i in indices)
         hidden = self._hidden(indices, tokens, attention_mask, position_ids)
-        aux, last = hidden[:, :, :-1], hidden[:, :, -1]
-        return TrainBatch(tokens, attention_mask, position_ids, loss_mask, window, aux, last)
+        return TrainBatch(
+            tokens,
+            attention_mask,
+            position_ids,
+            loss_mask,
+            window=int(learned.max()),
+            aux_hidden=hidden[:, :, :-1],
+            last_hidden=hidden[:, :, -1],
+        )
 
 
 class HiddenStates:
@@ -152,20 +152,17 @@ class HiddenStates:
         self,
         model: Any,
         aux_layers: tuple[int, ...],
-        lengths: list[int],
+        lengths: Tensor,
         cache_bytes: int,
         cache_folder: Path | None,
     ) -> None:
         self._model, self._aux_layers, self._lengths = model, aux_layers, lengths
+        self.device = model.device
         shape = (len(aux_layers) + 1, int(text_config(model).hidden_size))
+        self._ends = lengths.cumsum(0)
         capacity = cache_bytes // (math.prod(shape) * model.dtype.itemsize)  # tokens
-        self._starts: dict[int, int] = {}  # of the texts that fit
-        total = 0
-        for index, length in enumerate(lengths):
-            if total + length > capacity:
-                break
-            self._starts[index] = total
-            total += length
+        self._num_fitting = int((self._ends <= capacity).sum())  # the first texts
+        total = int(lengths[: self._num_fitting].sum())
         self._computed = set[int]()
         # Zeros, not `empty`: the padding of a text reads entries that may not be written yet.
         if cache_folder is None or not total:
@@ -173,8 +170,8 @@ class HiddenStates:
         else:
             self._store = _on_disk(cache_folder, (total, *shape), model.dtype)
         if cache_bytes:
-            fit, where = len(self._starts), cache_folder or model.device
-            log.info("hidden states of %d of %d texts fit the cache (%s)", fit, len(lengths), where)
+            fit = f"{self._num_fitting} of {len(lengths)} texts"
+            log.info("hidden states of %s fit the cache (%s)", fit, cache_folder or model.device)
 
     @torch.no_grad()
     def __call__(
@@ -182,9 +179,8 @@ class HiddenStates:
     ) -> Tensor:
         """[B, T, A + 1, H]; the last ones are those after the final norm."""
         if self._computed.issuperset(indices):
-            length = tokens.shape[1]
-            starts = [self._starts[i] - (length - self._lengths[i]) for i in indices]
-            entries = (torch.tensor(starts)[:, None] + torch.arange(length)).clamp(min=0)
+            from_end = torch.arange(tokens.shape[1], 0, -1)
+            entries = (self._ends[indices, None] - from_end).clamp(min=0)
             return self._store[entries.to(self._store.device)].to(tokens.device)
         output = self._model.get_decoder()(
             input_ids=tokens,
@@ -196,9 +192,9 @@ class HiddenStates:
         aux = [output.hidden_states[layer] for layer in self._aux_layers]
         hidden = torch.stack([*aux, output.last_hidden_state], 2)
         for row, index in enumerate(indices):
-            start, length = self._starts.get(index), self._lengths[index]
-            if start is not None and index not in self._computed:
-                self._store[start : start + length] = hidden[row, -length:].to(self._store.device)
+            if index < self._num_fitting and index not in self._computed:
+                end, length = int(self._ends[index]), int(self._lengths[index])
+                self._store[end - length : end] = hidden[row, -length:].to(self._store.device)
                 self._computed.add(index)
         return hidden
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from draftahead.errors import ConfigError
 from draftahead.loader.progress import quiet_transformers
+from draftahead.models.layer_subset import layers_of
 from draftahead.models.support import text_config
-from draftahead.train.acceptance import Acceptance, next_token_acceptance
-from draftahead.train.batches import TrainBatch, TrainBatches
-from draftahead.train.losses import next_token_targets, soft_cross_entropy
+from draftahead.train.batches import TrainBatch
+from draftahead.train.task import NextTokenTask
 
 
 def new_draft_model(
@@ -59,7 +58,10 @@ def new_draft_model(
         draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as problem:  # each architecture has checks of its own
         raise ConfigError(f"{name} cannot have these sizes: {problem}") from problem
-    _copy(model, draft, kept)
+    _copy_fitting(model, draft)  # layers of other indices among them, which the next lines replace
+    target_layers = layers_of(model)
+    for index, layer in zip(kept, layers_of(draft), strict=True):
+        _copy_fitting(target_layers[index], layer)
     return draft.to(model.device).eval()  # eval: no dropout
 
 
@@ -84,66 +86,35 @@ def _resize(config: Any, hidden_size: int, num_heads: int | None, num_kv_heads: 
 
 
 @torch.no_grad()
-def _copy(model: Any, draft: Any, kept: list[int]) -> None:
-    """Copies all tensors of the target that fit; layer i of the draft is layer kept[i]."""
-    source: Mapping[str, Tensor] = model.state_dict()
-    prefix = _layers_prefix(draft, len(kept))
-    for name, tensor in draft.state_dict().items():
-        if name.startswith(prefix):
-            index, _, rest = name.removeprefix(prefix).partition(".")
-            name = f"{prefix}{kept[int(index)]}.{rest}"
-        if name in source and source[name].shape == tensor.shape:
-            tensor.copy_(source[name])
+def _copy_fitting(source: nn.Module, module: nn.Module) -> None:
+    """Copies the tensors of the same name and shape."""
+    tensors = source.state_dict()
+    for name, tensor in module.state_dict().items():
+        if name in tensors and tensors[name].shape == tensor.shape:
+            tensor.copy_(tensors[name])
 
 
-def _layers_prefix(model: Any, count: int) -> str:
-    children = {id(module) for module in model.get_decoder().children()}
-    for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList) and len(module) == count
-        if is_list and id(module) in children:
-            return f"{name}."
-    raise ConfigError(f"{type(model).__name__} has no list of {count} layers where one is expected")
+class DistillTask(NextTokenTask):
+    method = "draft_model"
 
+    def __init__(self, draft: Any, model: Any, *, tokenizer: Any = None, depth: int = 5) -> None:
+        lm_head = draft.get_output_embeddings().weight
+        super().__init__(draft, model, depth=depth, lm_head=lm_head)
+        self.draft, self._tokenizer, self._dtype = draft, tokenizer, model.dtype
 
-class DistillTask:
-    """`depth`: drafted tokens of a chain, in evaluations."""
-
-    def __init__(
-        self,
-        draft: Any,
-        model: Any,
-        held_out: TrainBatches,
-        *,
-        tokenizer: Any = None,
-        depth: int = 5,
-    ) -> None:
-        self.module: nn.Module = draft
-        self.draft, self._tokenizer = draft, tokenizer
-        self._held_out, self._depth, self._dtype = held_out, depth, model.dtype
-        self._lm_head: Tensor = model.get_output_embeddings().weight.detach()
-
-    def loss(self, batch: TrainBatch) -> Tensor:
-        predicts, probs = next_token_targets(batch, self._lm_head)
-        hidden = self._hidden(batch)[:, :-1][predicts]
-        return soft_cross_entropy(hidden, self.draft.get_output_embeddings().weight, probs)
-
-    @torch.no_grad()
-    def evaluate(self) -> Acceptance:
-        return next_token_acceptance(self._held_out, self._depth, self._predict)
-
-    def _predict(self, batch: TrainBatch, part: slice) -> Tensor:
-        token: Tensor = self.draft.get_output_embeddings()(self._hidden(batch)[:, part]).argmax(-1)
-        return token
-
-    def _hidden(self, batch: TrainBatch) -> Tensor:
-        """After the draft model's final norm, [B, T, H]."""
-        hidden: Tensor = self.draft.get_decoder()(
+    def hidden(self, batch: TrainBatch, at: Any) -> Tensor:
+        output = self.draft.get_decoder()(
             input_ids=batch.tokens,
             attention_mask=batch.attention_mask.long(),
             position_ids=batch.position_ids,
             use_cache=False,
-        ).last_hidden_state
+        )
+        hidden: Tensor = output.last_hidden_state[at]
         return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.draft.get_output_embeddings()(hidden)
+        return logits
 
     def save(self, folder: Path) -> None:
         """In the target's dtype, with its tokenizer. Each file is replaced when complete."""

@@ -61,15 +61,11 @@ def measure_steps(
         for i, length in enumerate(data.prompt_lengths.tolist())
         if 0 < length <= limit
     ][:PROMPTS] or [[0]]
-    drafters: dict[int, Any] = {0: "none"}
-    drafters |= {count: {**drafter, "num_speculative_tokens": count} for count in (1, depth)}
+    chains = {n: {**drafter, "num_speculative_tokens": n} for n in (1, depth)}
+    drafters: dict[int, Any] = {0: "none", **chains}
+    max_context = max(map(len, prompts)) + TOKENS
     llms = {
-        count: LLM(
-            model,
-            config,
-            max_batch=1,
-            max_context=max(map(len, prompts)) + TOKENS,
-        )
+        count: LLM(model, config, max_batch=1, max_context=max_context)
         for count, config in drafters.items()
     }
     # Interleaved, so that a disturbance of the machine hits all. The first repetition compiles.

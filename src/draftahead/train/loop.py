@@ -10,70 +10,31 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from accelerate import PartialState
+from accelerate.utils import reduce
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from draftahead.core.device import device_of
 from draftahead.errors import ConfigError, TrainingError
-from draftahead.train.acceptance import Acceptance
 from draftahead.train.batches import TrainBatch
+from draftahead.train.config import TrainConfig
+from draftahead.train.task import TrainTask
 
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
 DIVERGED = 4.0  # a loss that is so many times the usual one ends the training
 SETTLED = 100  # steps before the loss is compared: the first ones fall steeply
 CHECK_INTERVAL = 20  # steps between reads of the loss, which wait for the device
-LR_FLOOR = 0.02  # share of the learning rate at the last step
 WEIGHT_DECAY = 0.01  # of matrices; vectors (norms, biases) have none
 MAX_GRAD_NORM = 1.0  # larger gradients are scaled down
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    steps: int = 2000
-    lr: float = 6e-4  # after the warm-up
-    warmup: int = 100  # steps
-    accumulate: int = 1  # batches per step
-    ema_decay: float = 0.999  # share of the averaged weights that a step keeps
-    eval_interval: int = 500  # steps between evaluations and checkpoints
-    patience: int = 0  # evaluations without a gain after which it ends; 0: never
-    bfloat16: bool = True  # autocast on a GPU
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"steps": 1, "accumulate": 1, "eval_interval": 1, "warmup": 0, "patience": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ConfigError(f"{name} must be {bound} or more, not {getattr(self, name)}")
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"lr must be above 0, not {self.lr}")
-        if not 0 <= self.ema_decay < 1:
-            raise ConfigError(f"ema_decay must be 0 or more and less than 1, not {self.ema_decay}")
-
-    def lr_at(self, step: int) -> float:
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, done))
-        return self.lr * (LR_FLOOR + (1 - LR_FLOOR) * cosine)
-
-
-class TrainTask(Protocol):
-    module: nn.Module
-
-    def loss(self, batch: TrainBatch) -> Tensor: ...
-
-    def evaluate(self) -> Acceptance: ...
-
-    def save(self, folder: Path) -> None:
-        """Writes the trained drafter as it will be loaded."""
 
 
 @dataclass
@@ -108,30 +69,28 @@ class TrainLoop:
         config: TrainConfig,
         folder: Path,
         batches: Callable[[int], Iterator[TrainBatch]],
+        held_out: Iterable[TrainBatch],
         *,
         log: Callable[[str], None] = lambda line: None,
         data_digest: str = "",
     ) -> None:
-        self.task, self.config, self.folder, self.batches = task, config, folder, batches
+        self.task, self.config, self.folder = task, config, folder
+        self.batches, self.held_out = batches, held_out
         self.log, self._data_digest = log, data_digest
         self.weights = [p for p in task.module.parameters() if p.requires_grad]
         device = self.weights[0].device
         is_gpu = device_of(device).is_gpu
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in self.weights if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-                {"params": [p for p in self.weights if p.ndim <= 1], "weight_decay": 0.0},
-            ],
-            lr=config.lr,
-            betas=(0.9, 0.95),
-            fused=is_gpu,
-        )
-        self._loss: nn.Module = _Loss(task)
-        self._processes = distributed.get_world_size() if distributed.is_initialized() else 1
-        self._is_main = self._processes == 1 or distributed.get_rank() == 0
-        if self._processes > 1:  # a batch may leave weights unused: experts of a MoE draft model
-            self._loss = DistributedDataParallel(
-                self._loss, find_unused_parameters=True, broadcast_buffers=False
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self.weights if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in self.weights if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=is_gpu)
+        self._processes, self._parallel = PartialState(), None
+        if self._processes.num_processes > 1:
+            self._parallel = DistributedDataParallel(
+                _Loss(task),
+                find_unused_parameters=True,  # such as experts of a MoE draft model
+                broadcast_buffers=False,
             )
         self.averaged = AveragedModel(task.module, multi_avg_fn=self._average)
         self.averaged.n_averaged += 1  # the initial weights count as one of them
@@ -175,52 +134,29 @@ class TrainLoop:
             group["lr"] = self.config.lr_at(self.step)
         total = torch.zeros((), device=self.weights[0].device)
         for left in reversed(range(self.config.accumulate)):
-            with self._gradients(synchronise=not left):
+            # Gradients are averaged over processes with the last batch of a step only.
+            with self._parallel.no_sync() if left and self._parallel else nullcontext():
                 with self._autocast:
-                    loss = self._loss(next(batches)) / self.config.accumulate
+                    loss = (self._parallel or self.task.loss)(next(batches))
+                    loss = loss / self.config.accumulate
                 loss.backward()
             total += loss.detach()
-        if self._processes > 1:
-            distributed.all_reduce(total)
-            total /= self._processes
         for weight in self.weights:
             if weight.grad is None:  # unused by these batches
                 weight.grad = torch.zeros_like(weight)
         norm = nn.utils.clip_grad_norm_(self.weights, MAX_GRAD_NORM)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         self.step += 1
         self.averaged.update_parameters(self.task.module)
-        return total + 0.0 * norm
-
-    def _gradients(self, *, synchronise: bool) -> AbstractContextManager[None]:
-        """Gradients are averaged over processes with the last batch of a step only."""
-        if isinstance(self._loss, DistributedDataParallel) and not synchronise:
-            return self._loss.no_sync()
-        return nullcontext()
+        mean: Tensor = reduce(total, "mean")
+        return mean + 0.0 * norm
 
     def _average(self, averaged: Any, current: Any, _: Any) -> None:
         """The moving average of the weights; its decay rises with the steps, so that the initial
         weights are soon forgotten."""
         decay = min(self.config.ema_decay, (1 + self.step) / (10 + self.step))
         torch._foreach_lerp_(averaged, current, 1 - decay)
-
-    @contextmanager
-    def _averaged_weights(self) -> Iterator[None]:
-        """The task's module holds the averaged weights meanwhile."""
-        pairs = list(
-            zip(self.task.module.parameters(), self.averaged.module.parameters(), strict=True)
-        )
-
-        def swap() -> None:
-            for weight, average in pairs:
-                weight.data, average.data = average.data, weight.data
-
-        swap()
-        try:
-            yield
-        finally:
-            swap()
 
     def _checked(self, losses: Tensor, usual: float) -> float:
         """The usual loss, updated; raises TrainingError if the latest loss diverged from it."""
@@ -236,14 +172,17 @@ class TrainLoop:
         return 0.7 * usual + 0.3 * loss if usual else loss
 
     def _evaluate(self, loss: float, seconds: float) -> None:
-        with self._averaged_weights():
+        self._swap_averaged()
+        try:
             with self._autocast:
-                acceptance = self.task.evaluate()
+                acceptance = self.task.evaluate(self.held_out)
             self.since_best += 1
             if acceptance.length > self.best:
                 self.best, self.since_best = acceptance.length, 0
-                if self._is_main:
+                if self._processes.is_main_process:
                     self.task.save(self.folder)
+        finally:
+            self._swap_averaged()
         history = self.history
         history.steps.append(self.step)
         history.losses.append(loss)
@@ -255,8 +194,14 @@ class TrainLoop:
             f"step {self.step} of {self.config.steps}: loss {loss:.3f}, acceptance length "
             f"{acceptance.length:.3f} (acceptance by depth {depths}), {seconds:.0f} s"
         )
-        if self._is_main:
+        if self._processes.is_main_process:
             self._save()
+
+    def _swap_averaged(self) -> None:
+        """The task's module gets the averaged weights, or its own back."""
+        averaged = self.averaged.module.parameters()
+        for weight, average in zip(self.task.module.parameters(), averaged, strict=True):
+            weight.data, average.data = average.data, weight.data
 
     # ----------------------------------------------------------------------------- checkpoints
 

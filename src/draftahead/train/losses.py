@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftahead.train.batches import TrainBatch
-
 CHUNK = 2048  # positions whose logits are in memory at once: they are a training's largest tensors
 
 
@@ -57,9 +55,3 @@ def soft_cross_entropy(hidden: Tensor, weight: Tensor, probs: Tensor) -> Tensor:
         return (hidden.sum() * 0.0).float()
     loss: Tensor = _SoftCrossEntropy.apply(hidden, weight, probs)  # type: ignore[no-untyped-call]
     return loss
-
-
-def next_token_targets(batch: TrainBatch, lm_head: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the next token is to be learned, [B, T - 1], and the target's distributions there."""
-    predicts = batch.loss_mask[:, 1:]
-    return predicts, target_probs(batch.last_hidden[:, :-1][predicts], lm_head)

@@ -1,0 +1,71 @@
+"""Trees that a head builds on a device, beside those that the tree builder builds with the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cuda_models import randomised
+from draftahead import LLM, SamplingParams
+from draftahead.core import tree
+from draftahead.core.draft import DeviceDraft, Draft
+from draftahead.core.types import Batch
+from draftahead.drafters.eagle.cuda import Plan
+from draftahead.drafters.eagle.drafter import Eagle
+from draftahead.drafters.eagle.head import EagleHead, new_head
+from draftahead.drafters.eagle.trees import start_trees
+from draftahead.drafters.tree_builder import TreeBuilder
+from drafted import next_batch
+
+HEADS = ("norm each", "one norm", "two layers")
+
+
+def untrained_head(model: Any, kind: str) -> EagleHead:
+    """Of one layer with a norm for each hidden state, with one norm for all, or of two layers."""
+    tokens = torch.arange(0, model.config.vocab_size, 2)
+    layers = int(model.config.num_hidden_layers)
+    depths = (1, min(2, layers), layers)
+    head = new_head(model, tokens, depths=depths, layers=2 if kind == "two layers" else 1)
+    if kind == "one norm":
+        c = head.config
+        c.norm_each, c.norm_before_fuse = False, True
+        c.norm_before_residual, c.norm_output = False, True
+        head = EagleHead(c).to(model.device)
+        head.tokens.copy_(tokens)
+    randomised(head, seed=1)
+    with torch.no_grad():
+        head.lm_head.weight.mul_(3)  # so that few tokens are likely
+    return head.to(model.dtype)
+
+
+@torch.inference_mode()
+def assert_same_trees(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, plan: Plan, lacking: list[int]
+) -> tuple[Batch, DeviceDraft]:
+    """Up to nodes that are as likely as others. `lacking`: of so many inputs is the head's cache
+    short, by turns. Without a smallest confidence in the tree builder."""
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, Eagle) and drafter.launcher is not None
+    batch, has_inputs = next_batch(llm, prompts, params), [True] * len(prompts)
+    trees = start_trees(drafter.runner, drafter.prefill, batch.sequences, has_inputs)
+    built = TreeBuilder(plan.deepest, plan.a_level).build(
+        batch, trees.root_logits, trees.expand, [32] * len(prompts), drafter.runner.draft_tokens
+    )
+    assert built is not None and built.confidence is not None
+    expected = built.part([tree.most_confident(c, plan.size - 1) for c in built.confidence])
+    for count in lacking:
+        for held in drafter.runner.cache.tokens_in:
+            del held[max(0, len(held) - count) :]
+        launched = drafter.launcher.launch(batch, has_inputs, plan)
+        assert launched is not None
+        found, _ = launched.read(launched.token_tensor[:, :0])
+        for b in range(len(prompts)):
+            assert found.num_nodes[b] == plan.size
+            assert len(_paths(found, b) & _paths(expected, b)) >= plan.size - 2, (b, count)
+    return batch, launched
+
+
+def _paths(draft: Draft, b: int) -> set[tuple[int, ...]]:
+    size = draft.num_nodes[b]
+    return set(tree.paths(draft.tokens[b][:size], draft.parents[b][:size]))
