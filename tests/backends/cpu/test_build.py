@@ -3,6 +3,7 @@ still runs."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,13 @@ def reloading() -> Iterator[None]:
     build.reload()
     yield
     build.reload()
+
+
+@pytest.mark.skipif(os.environ.get("DRAFTAHEAD_KERNELS") == "0", reason="switched off")
+@pytest.mark.skipif(build.is_without_compiler(), reason="no compiler")
+def test_with_a_compiler_the_kernels_compile_and_load() -> None:
+    """Where they do not, most tests of this folder are skipped."""
+    assert build.problem() is None
 
 
 # ------------------------------------------------------------------------ the native boundary
