@@ -27,9 +27,9 @@ app = Typer(help="Train a drafter for your model.", no_args_is_help=True)
 
 Out = Annotated[Path, Option(help="The folder to write to.")]
 IntermediateSize = Annotated[int | None, Option(min=1, help="Of its MLPs; unset: the target's.")]
-DraftVocabulary = Annotated[int | None, Option(min=1, help="Its most frequent tokens; unset: all.")]
+DraftVocabulary = Annotated[int | None, Option(min=1, help="Frequent tokens to draft; unset: all.")]
 Depth = Annotated[int, Option(min=1, help="Drafted tokens of a chain, in evaluations.")]
-DepthDecay = Annotated[float, Option(help="Weight of the loss at a depth over that before.")]
+DepthDecay = Annotated[float, Option(help="Weight of a depth's loss over that before.")]
 
 # ------------------------------------------------------------------------------ generated data
 
@@ -106,9 +106,9 @@ class TrainOptions(options.ModelOptions):
     out: Out
     held_out: Annotated[Path | None, Option(help="To evaluate on; unset: a part of --data.")] = None
     tokens: Annotated[int, Option(min=1, help="Tokens per batch.")] = 8192
-    max_length: Annotated[int, Option(min=1, help="Tokens per text: the last ones.")] = 1024
-    cache_hidden_states: Annotated[float, Option(min=0, help="GB of the target's to cache.")] = 0.0
-    hidden_states_folder: Annotated[Path | None, Option(help="Cache them there, in a file.")] = None
+    max_length: Annotated[int, Option(min=1, help="Tokens per text; the last are kept.")] = 1024
+    cache_hidden_states: Annotated[float, Option(min=0, help="GB to keep; 0: compute anew.")] = 0.0
+    hidden_states_folder: Annotated[Path | None, Option(help="Keep them in a file there.")] = None
     resume: Annotated[bool, Option(help="Continue the training in --out.")] = False
     plot: options.Plot = None
 
@@ -208,7 +208,7 @@ def eagle(
         str | None,
         Option(help="Layers whose hidden states it reads; unset: 2,L/2,L-3 of L layers."),
     ] = None,
-    draft_vocabulary: Annotated[int, Option(min=1, help="Its most frequent tokens.")] = 16384,
+    draft_vocabulary: Annotated[int, Option(min=1, help="Frequent tokens to draft.")] = 16384,
     train_lm_head: Annotated[bool, Option(help="Train its lm_head weights, too.")] = False,
     depth: Annotated[int, Option(min=1, help="Drafted tokens of a chain.")] = 5,
     depth_decay: DepthDecay = 0.8,

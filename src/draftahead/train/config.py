@@ -22,7 +22,9 @@ class TrainConfig:
     ema_decay: Annotated[float, Option(help="Of the moving average of the weights.")] = 0.999
     eval_interval: Annotated[int, Option(help="Steps between evaluations, with checkpoints.")] = 500
     patience: Annotated[int, Option(help="Evaluations without a gain that end it; 0: never.")] = 0
-    bfloat16: Annotated[bool, Option(" /--float32", help="No bfloat16 autocast on a GPU.")] = True
+    bfloat16: Annotated[
+        bool, Option("--no-float32/--float32", help="No bfloat16 autocast on a GPU.")
+    ] = True
     seed: Annotated[int, Option(help="The same seed gives the same drafter.")] = 0
 
     def __post_init__(self) -> None:
