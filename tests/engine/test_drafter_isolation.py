@@ -19,6 +19,7 @@ from drafted import KnowsOutput
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=24, seed=4)
 PROMPTS = zoo.ragged_prompts(3)
+COUNTS = ("steps", "steps_by_nodes", "drafted", "accepted", "drafted_at", "accepted_at")
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,6 @@ def test_learn_may_overwrite_what_it_is_given(
         assert one.token_ids == other.token_ids
         assert one.drafted == other.drafted
         assert one.logprobs == other.logprobs
-        for name in ("steps", "drafted", "accepted", "drafted_at", "accepted_at"):
+        for name in COUNTS:
             assert getattr(one.stats, name) == getattr(other.stats, name), name
     assert sum(out.stats.accepted for out in found) > 20

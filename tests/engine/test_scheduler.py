@@ -104,14 +104,19 @@ def test_tokens_are_appended_and_marked_as_drafted() -> None:
 
 
 def test_logprobs_are_those_of_the_nodes_along_the_path() -> None:
-    one = sequence(logprobs=2)
+    """Under penalties, which count the accepted tokens before each."""
+    one = sequence(logprobs=2, presence_penalty=1.0)
     logits = torch.randn(1, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    verdict = Verdict([[0, 2, 4]], [[3, 4, 5]])
+    verdict = Verdict([[0, 2, 4]], [[3, 4, 3]])
     scheduler_of(Recording(1)).update(Batch((one,), (9,)), verdict, ForwardOutput(logits))
-    expected = logits[0].log_softmax(-1)
-    for found, node, token in zip(one.logprobs, [0, 2, 4], [3, 4, 5], strict=True):
-        assert found.logprob == pytest.approx(float(expected[node, token]))
-        assert list(found.top) == expected[node].topk(2).indices.tolist()
+    emitted: list[int] = []
+    for found, node, token in zip(one.logprobs, [0, 2, 4], [3, 4, 3], strict=True):
+        penalty = torch.zeros(VOCAB_SIZE)
+        penalty[emitted] = 1.0
+        expected = (logits[0, node] - penalty).log_softmax(-1)
+        assert found.logprob == pytest.approx(float(expected[token]))
+        assert list(found.top) == expected.topk(2).indices.tolist()
+        emitted.append(token)
 
 
 def test_no_logprobs_where_none_were_asked_for() -> None:
