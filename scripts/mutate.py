@@ -49,14 +49,18 @@ def _files(folder: str, names: str) -> list[str]:
 
 # Each target: its file, and its tests: those that catch most in a moment, then others.
 Gate = tuple[list[str], list[str]]
+ACCEPTANCE: Gate = (
+    _files("sampling", "sibling_rejection matching block_verification")
+    + _files("sampling", "acceptance_noise acceptance_not_finite"),
+    _files("sampling", "typical_acceptance acceptance_enumerated truncation processors"),
+)
 SAMPLING: Gate = (
-    _files("sampling", "sibling_rejection processors matching logprobs block_verification")
-    + _files("sampling", "acceptance_noise acceptance_not_finite draft_sampler")
-    + _files("sampling", "noise_coupled_drafting"),
-    _files("sampling", "truncation typical_acceptance acceptance_enumerated")
+    _files("sampling", "processors logprobs matching draft_sampler noise_coupled_drafting"),
+    _files("sampling", "sibling_rejection block_verification truncation typical_acceptance")
+    + _files("sampling", "acceptance_enumerated")
     + _files("engine", "drafter_isolation"),
 )
-CORE: Gate = (["tests/core"], [*SAMPLING[0], *SAMPLING[1]])
+CORE: Gate = (["tests/core"], [*SAMPLING[0], *ACCEPTANCE[0], *_files("engine", "drafter_faults")])
 ENGINE: Gate = (
     ["tests/core", *_files("engine", "scheduler drafter_isolation target_faults")],
     _files("engine", "slots replay drafter_faults"),
@@ -66,11 +70,14 @@ CACHE: Gate = (
     ["tests/models", *_files("engine", "slots drafter_isolation target_faults")],
 )
 TARGETS: dict[str, tuple[str, Gate]] = {
-    "accept": ("sampling/accept.py", SAMPLING),
-    "processors": ("sampling/processors.py", SAMPLING),
+    "accept": ("sampling/accept.py", ACCEPTANCE),
+    "processors": (
+        "sampling/processors.py",
+        (_files("sampling", "processors truncation"), ACCEPTANCE[0]),
+    ),
     "sample": ("sampling/sample.py", SAMPLING),
     "draft_sampler": ("sampling/draft_sampler.py", SAMPLING),
-    "noise": ("sampling/noise.py", (SAMPLING[0], ["tests/sampling/test_noise.py"])),
+    "noise": ("sampling/noise.py", (ACCEPTANCE[0], _files("sampling", "noise"))),
     "tree": ("core/tree.py", CORE),
     "draft": ("core/draft.py", CORE),
     "detokenizer": ("core/detokenizer.py", (["tests/core"], ["tests/engine/test_scheduler.py"])),
