@@ -134,15 +134,8 @@ class TrainBatches:
         )
         position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         hidden = self._hidden(indices, tokens, attention_mask, position_ids)
-        return TrainBatch(
-            tokens,
-            attention_mask,
-            position_ids,
-            loss_mask,
-            window=int(learned.max()),
-            aux_hidden=hidden[:, :, :-1],
-            last_hidden=hidden[:, :, -1],
-        )
+        aux, last, window = hidden[:, :, :-1], hidden[:, :, -1], int(learned.max())
+        return TrainBatch(tokens, attention_mask, position_ids, loss_mask, window, aux, last)
 
 
 class HiddenStates:
