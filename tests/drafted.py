@@ -70,9 +70,6 @@ class KnowsOutput(Drafter):
         return Draft.trees(batch.roots, trees)
 
 
-Clairvoyant = KnowsOutput  # as tests/test_runtime.py imports it
-
-
 class ZeroTimer:
     """A timer of a device on which nothing takes time."""
 

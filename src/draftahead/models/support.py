@@ -8,7 +8,7 @@ import torch
 
 from draftahead.errors import ConfigError, UnsupportedModelError
 
-# Held to transformers' own generate, token by token, in tests/test_parity.py.
+# Held to transformers' own generate, token by token, in tests/models/test_parity.py.
 TESTED = frozenset(
     {"cohere2", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox"}
     | {"gpt_oss", "gptj", "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt"}
