@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from setup_venv import ROOT, python
+from setup_venv import DEVELOPMENT, ROOT, python
 
 # Arguments of the interpreter, one command each.
 CHECKS = [
@@ -36,7 +36,7 @@ def commands(arguments: Sequence[str]) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    interpreter = python("dev")
+    interpreter = python(DEVELOPMENT)
     for command in commands(sys.argv[1:]):
         print(" ".join(command).removeprefix("-m "), flush=True)
         if code := subprocess.run([interpreter, *command], cwd=ROOT, check=False).returncode:

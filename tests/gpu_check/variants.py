@@ -162,13 +162,15 @@ def forward(made: CudaDecoder, spec: Pass) -> None:
 
 def head(target: Any, dtype: torch.dtype, spec: Growth) -> tuple[EagleHead, CudaEagleHead]:
     vocabulary = target.config.vocab_size
-    spoken = torch.arange(0, vocabulary, spec.every)
+    draft_tokens = torch.arange(0, vocabulary, spec.every)
     if target.config.hidden_size == SIZES["hidden_size"]:
-        made = _normed(new_head(target, spoken, depths=(1, 2, 2), layers=spec.layers), spec, spoken)
+        made = _normed(
+            new_head(target, draft_tokens, depths=(1, 2, 2), layers=spec.layers), spec, draft_tokens
+        )
         made = filled(made.to(dtype))
     else:
         with torch.device("meta"):
-            made = new_head(target.to("meta"), spoken.to("meta"), depths=(1, 1, 1))
+            made = new_head(target.to("meta"), draft_tokens.to("meta"), depths=(1, 1, 1))
         made = made.to(dtype).to_empty(device=CPU)
     c = made.config.layer
     shapes = [LayerKVShape(c.num_key_value_heads, c.head_dim, c.num_key_value_heads, c.head_dim)]
@@ -186,13 +188,13 @@ def _is_meta(module: Any) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def _normed(made: EagleHead, spec: Growth, spoken: torch.Tensor) -> EagleHead:
+def _normed(made: EagleHead, spec: Growth, draft_tokens: torch.Tensor) -> EagleHead:
     c = made.config
     if spec.norm != "each":
         c.norm_each, c.norm_before_fuse = False, spec.norm == "all"
         c.norm_before_residual, c.norm_output = False, True
         made = EagleHead(c)
-        made.tokens.copy_(spoken)
+        made.tokens.copy_(draft_tokens)
     return made
 
 

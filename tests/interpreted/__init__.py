@@ -2,6 +2,6 @@
 
     TRITON_INTERPRET=1 pytest tests/interpreted
 
-Triton must be told before it is imported, so test_gpu_interpreted.py runs these in processes of
-their own; without the variable nothing here is collected.
+Triton must be told before it is imported, so tests/backends/cuda/test_interpreted_kernels.py runs
+these in a process of its own; without the variable nothing here is collected.
 """

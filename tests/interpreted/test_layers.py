@@ -1,4 +1,4 @@
-"""Kernels of a forward: gpu_kernels.py."""
+"""Kernels of a forward: backends/cuda/kernels.py."""
 
 from __future__ import annotations
 

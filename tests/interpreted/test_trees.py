@@ -1,4 +1,4 @@
-"""Kernels that build draft trees: gpu_growth.py."""
+"""Kernels that build draft trees: drafters/eagle/cuda_kernels.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_fuse(norm: str, dtype: torch.dtype) -> None:
     assert_near(out, found.flatten(1), dtype)
 
 
-def entrance(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def input_weights(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Embeddings, and the norms of embeddings and of hidden states."""
     norms = (1 + 0.1 * noise(2, HIDDEN, seed=4)).to(dtype)
     return noise(40, HIDDEN, seed=3).to(dtype), norms[0], norms[1]
@@ -60,7 +60,7 @@ def entered(
 @both
 @pytest.mark.parametrize("normed", [False, True])
 def test_enter(normed: bool, dtype: torch.dtype) -> None:
-    weights, tokens, features = entrance(dtype), [3, 39, 0], noise(3, HIDDEN).to(dtype)
+    weights, tokens, features = input_weights(dtype), [3, 39, 0], noise(3, HIDDEN).to(dtype)
     seen, x = torch.empty(3, 2 * HIDDEN, dtype=dtype), torch.empty(3, HIDDEN, dtype=dtype)
     kernels.enter[(3,)](
         torch.tensor(tokens), features, *weights, seen, x, EPS,
@@ -72,8 +72,8 @@ def test_enter(normed: bool, dtype: torch.dtype) -> None:
 
 # ------------------------------------------------------------ the pool of candidate nodes
 
-TEXTS, POOL, A_LEVEL, LEVELS, CHILDREN = 2, 64, 3, 4, 4
-BLOCK = A_LEVEL * (LEVELS - 1)  # nodes that are expanded
+TEXTS, POOL, EXPANDED, LEVELS, CHILDREN = 2, 64, 3, 4, 4
+BLOCK = EXPANDED * (LEVELS - 1)  # nodes that are expanded
 
 
 def pool() -> SimpleNamespace:
@@ -98,7 +98,7 @@ Candidates = list[dict[str, Any]]  # of one text, in the order of the pool
 def likeliest(rows: Candidates) -> list[int]:
     """The next ones to expand."""
     free = [at for at, row in enumerate(rows) if not row["level"]]
-    return sorted(free, key=lambda at: (-rows[at]["confidence"], at))[:A_LEVEL]
+    return sorted(free, key=lambda at: (-rows[at]["confidence"], at))[:EXPANDED]
 
 
 def candidates(text: int, levels: int, noise: torch.Generator) -> Candidates:
@@ -123,7 +123,7 @@ def candidates(text: int, levels: int, noise: torch.Generator) -> Candidates:
             best = likeliest(rows)
             for at in best:
                 rows[at]["level"] = level
-            owns = range((level - 1) * A_LEVEL, level * A_LEVEL)
+            owns = range((level - 1) * EXPANDED, level * EXPANDED)
             pairs = zip(owns, best, strict=True)
             nodes = [(own, at, rows[at]["confidence"], rows[at]["depth"]) for own, at in pairs]
     return rows
@@ -142,8 +142,8 @@ def filled(levels: int) -> tuple[SimpleNamespace, list[Candidates]]:
         for level in range(1, levels):
             chosen = [at for at, row in enumerate(rows) if row["level"] == level]
             chosen.sort(key=lambda at: -rows[at]["confidence"])
-            start = (level - 1) * A_LEVEL
-            made.chosen[text, start : start + A_LEVEL] = torch.tensor(chosen)
+            start = (level - 1) * EXPANDED
+            made.chosen[text, start : start + EXPANDED] = torch.tensor(chosen)
     return made, plain
 
 
@@ -154,28 +154,28 @@ def test_expand(level: int, options: tuple[bool, bool], dtype: torch.dtype) -> N
     """The likeliest that were not chosen yet, each beside the output for its parent."""
     normed, norms_output = options
     made, plain = filled(level)
-    width, weights = 3, entrance(dtype)
+    width, weights = 3, input_weights(dtype)
     norm = (1 + 0.1 * noise(HIDDEN, seed=8)).to(dtype)
     roots, outputs = noise(TEXTS * width, HIDDEN).to(dtype), noise(TEXTS * BLOCK, HIDDEN, seed=5)
     outputs = outputs.to(dtype)
     depths, ancestors = (torch.full((TEXTS, BLOCK), -5) for _ in range(2))
     for text, rows in enumerate(plain):
-        for own in range((level - 1) * A_LEVEL):
+        for own in range((level - 1) * EXPANDED):
             row = rows[int(made.chosen[text, own])]
             above = int(ancestors[text, row["parent"]]) if row["parent"] >= 0 else 0
             ancestors[text, own] = above | 1 << own
-    rows_of_pass = TEXTS * A_LEVEL
+    rows_of_pass = TEXTS * EXPANDED
     seen, x = (torch.empty(rows_of_pass, n * HIDDEN, dtype=dtype) for n in (2, 1))
-    kernels.expand[(TEXTS, A_LEVEL)](
+    kernels.expand[(TEXTS, EXPANDED)](
         made.tokens, made.confidence, made.parents, made.depths, made.levels, made.chosen, depths,
         ancestors, made.counts, roots, outputs, *weights, norm, seen, x, EPS,
-        level, len(plain[0]), A_LEVEL, BLOCK, width,
+        level, len(plain[0]), EXPANDED, BLOCK, width,
         POOL=POOL, NORMS_OUTPUT=norms_output, HIDDEN=HIDDEN, BLOCK=128, NORMS_RESIDUAL=normed,
     )  # fmt: skip
     tokens, hidden = [], []
     for text, rows in enumerate(plain):
         for which, at in enumerate(likeliest(rows)):
-            own, row = (level - 1) * A_LEVEL + which, rows[at]
+            own, row = (level - 1) * EXPANDED + which, rows[at]
             assert int(made.chosen[text, own]) == at
             assert int(made.levels[text, at]) == level
             assert int(depths[text, own]) == row["depth"] - 1
@@ -185,8 +185,8 @@ def test_expand(level: int, options: tuple[bool, bool], dtype: torch.dtype) -> N
             if row["parent"] < 0:
                 hidden.append(roots[text * width + int(made.counts[text]) - 1])
             else:
-                before, place = divmod(row["parent"], A_LEVEL)
-                hidden.append(outputs[before * rows_of_pass + text * A_LEVEL + place])
+                before, place = divmod(row["parent"], EXPANDED)
+                hidden.append(outputs[before * rows_of_pass + text * EXPANDED + place])
     inputs = torch.stack(hidden).float()
     if norms_output:
         inputs = rms(inputs, norm, EPS).to(dtype).float()
@@ -200,7 +200,7 @@ def branched(
     """The pool after `branch` at a level whose nodes' logits these are, [rows, D]."""
     made, plain = filled(level + 1)
     size, width = logits.shape[1], 3
-    filled_to = CHILDREN * (1 + max(0, level - 1) * A_LEVEL) if level else 0
+    filled_to = CHILDREN * (1 + max(0, level - 1) * EXPANDED) if level else 0
     for part in (made.tokens, made.confidence, made.parents, made.depths, made.pool_parents):
         part[:, filled_to:] = -9
     made.levels[:, filled_to:] = 9
@@ -210,11 +210,11 @@ def branched(
     wide = wide.where(~wide.isnan(), torch.inf)  # as `linear` leaves them
     tops = wide.max(-1).values
     sums = (wide - tops[..., None]).exp().sum(-1)
-    count = A_LEVEL if level else 1
+    count = EXPANDED if level else 1
     kernels.branch[(TEXTS, count)](
         logits, tops, sums, made.tokens if vocabulary is None else vocabulary, made.tokens,
         made.confidence, made.parents, made.depths, made.levels, made.pool_parents, made.chosen,
-        made.counts, level, A_LEVEL, BLOCK, width, tiles, TILES=power_of_two(tiles), TILE=tile,
+        made.counts, level, EXPANDED, BLOCK, width, tiles, TILES=power_of_two(tiles), TILE=tile,
         ROOT=level == 0, POOL=POOL, CHILDREN=CHILDREN, TOKENS=size, WHOLE=vocabulary is None,
     )  # fmt: skip
     return made, plain
@@ -227,10 +227,10 @@ def nodes_of(made: SimpleNamespace, plain: Any, level: int) -> list[tuple[int, i
         return [(t, t * 3 + int(made.counts[t]) - 1, -1, (-1, root)) for t in range(TEXTS)]
     found = []
     for text in range(TEXTS):
-        for which in range(A_LEVEL):
-            own = (level - 1) * A_LEVEL + which
+        for which in range(EXPANDED):
+            own = (level - 1) * EXPANDED + which
             at = int(made.chosen[text, own])
-            found.append((text, text * A_LEVEL + which, own, (at, plain[text][at])))
+            found.append((text, text * EXPANDED + which, own, (at, plain[text][at])))
     return found
 
 
@@ -289,10 +289,10 @@ def test_branch_sampled(level: int, whole: bool, dtype: torch.dtype) -> None:
     vocabulary = None if whole else torch.arange(size) * 3 + 1
     keys = torch.randint(-(1 << 62), 1 << 62, (TEXTS, deepest))
     temperature = torch.tensor([0, round(0.8 * CONFIDENCE_SCALE)])
-    kernels.branch_sampled[(TEXTS, A_LEVEL if level else 1)](
+    kernels.branch_sampled[(TEXTS, EXPANDED if level else 1)](
         logits, keys, temperature, made.tokens if whole else vocabulary, made.tokens,
         made.confidence, made.parents, made.depths, made.levels, made.pool_parents, made.chosen,
-        made.counts, level, A_LEVEL, BLOCK, 3, deepest, BLOCK=64,
+        made.counts, level, EXPANDED, BLOCK, 3, deepest, BLOCK=64,
         ROOT=level == 0, POOL=POOL, CHILDREN=CHILDREN, TOKENS=size, WHOLE=whole, num_warps=16,
     )  # fmt: skip
     ids = torch.arange(size) if vocabulary is None else vocabulary

@@ -24,10 +24,9 @@ def tiny(name: str, device: str, dtype: torch.dtype = torch.float64) -> Any:
     return zoo.tiny(name, dtype=dtype).to(device)
 
 
-def backend_of(llm: LLM) -> GraphedForward:
-    found = llm.engine.verifier.runner._backend
-    assert isinstance(found, GraphedForward)
-    return found
+def backend_of(runner: ModelRunner) -> GraphedForward:
+    assert isinstance(runner._backend, GraphedForward)
+    return runner._backend
 
 
 # ----------------------------------------------------------------------------- whole outputs
@@ -120,7 +119,7 @@ def test_compiled_layers_give_the_same_output(name: str) -> None:
     llm = LLM(model, {"method": "lookup", "num_speculative_tokens": 3}, max_batch=2, compile=True)
     outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
     assert [out.token_ids for out in outs] == answers
-    assert backend_of(llm).graphs.works
+    assert backend_of(llm.engine.verifier.runner).graphs.works
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -148,7 +147,7 @@ def test_a_forward_that_waits_for_the_device_runs_eagerly(
     assert torch.randn(4, device=gpu_device).isfinite().all()
     other = LLM(tiny("llama", gpu_device), "lookup", max_batch=2)
     other.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
-    assert backend_of(other).graphs.works
+    assert backend_of(other.engine.verifier.runner).graphs.works
 
 
 @pytest.mark.gpu
@@ -188,9 +187,24 @@ def test_tokens_that_only_the_device_knows() -> None:
         for nodes in ([10, 11], [12, 13], [8, 9]):
             found = runner.forward(torch.tensor([nodes])).logits
         assert torch.equal(found, expected)
-        assert isinstance(runner._backend, GraphedForward)
-        keys: Any = runner._backend.graphs._kept
+        keys: Any = backend_of(runner).graphs._kept
         assert {key[-1] for key in keys} == {"all", "shape"}
+
+
+def test_a_graph_serves_one_slice_of_the_cache(
+    gpu_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one slot on, over so many KV entries."""
+    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.SHORTEST", 16)
+    ours, expected = runner_on(gpu_device), eager(runner_on(gpu_device))
+    nodes = torch.tensor([[8, 9]])
+    for slot, length in ((0, 5), (0, 25), (1, 25), (0, 60), (1, 5)):
+        found = []
+        for runner in (ours, expected):
+            runner.prefill(slot, [5 + (3 + slot) * i % 90 for i in range(length)])
+            found.append(runner.forward(nodes, first_slot=slot).logits.clone())
+        assert torch.allclose(*found, atol=1e-9), (slot, length)
+    assert len(backend_of(ours).graphs) > 4
 
 
 def test_graphs_are_not_used_for_what_they_were_not_captured_for(gpu_device: str) -> None:

@@ -73,7 +73,7 @@ def test_accepted_kv_entries_stay_and_others_are_overwritten() -> None:
     assert relative_error(last[0], once) < 0.05
 
 
-def test_every_split_of_a_growing_context() -> None:
+def test_every_split_of_a_longer_and_longer_context() -> None:
     """The attention splits a context in other ways as it grows; each has a graph of its own."""
     runner = runner_of(cuda_model("llama", torch.bfloat16, "cuda"), max_context=2000)
     backend, text = runner._backend, random_tokens(2000).tolist()

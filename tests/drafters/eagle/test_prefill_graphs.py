@@ -1,4 +1,4 @@
-"""Inputs of a head that a long text lacks, computed by CUDA graphs: on a GPU and an emulated one."""
+"""Inputs of a head that a long text lacks, computed by CUDA graphs."""
 
 from __future__ import annotations
 
