@@ -117,6 +117,8 @@ def test_kv_caches_are_freed_before_the_next_batch_size(
         (("--shape", "tiny", "--dtype", "floaty"), "unknown dtype"),
         (("--against", "transfomers"), "did you mean 'transformers'"),
         (("--batch", "1,x"), "whole numbers"),
+        (("--drafter", "lookup,suffix", "--draft-model", "x"), "none of lookup, suffix drafts"),
+        (("--drafter", "eagle", "--draft-model", "/no/head"), "/no/head"),
         (("--json", "/nowhere/x.json"), "cannot write"),
         (("--against", "llama.cpp"), "embedded model|pip install xllamacpp"),
     ],

@@ -14,6 +14,8 @@ from draftahead.control.promises import Offer
 from draftahead.control.rates import Usual
 from draftahead.core import stats, tree
 from draftahead.core.draft import Draft
+from draftahead.core.stats import StepTimer
+from draftahead.models.verifier import Verifier
 
 FLAT = dict.fromkeys(range(1, 129), 1.0)  # rows cost nothing
 STEEP = {n: float(n) for n in range(1, 129)}  # every row costs a whole pass
@@ -163,12 +165,14 @@ def test_reasons_are_those_of_the_run() -> None:
     assert llm.explain() == ["nothing has been decoded yet"]
     out = llm.generate([[1, 2, 3] * 4], SamplingParams(temperature=0, max_tokens=30))[0]
     said = "\n".join(llm.explain())
-    assert f"{out.stats.steps} steps; nodes scored a text" in said
-    assert f"{30 / out.stats.steps:.2f} tokens a step" in said
+    assert f"{out.stats.steps} steps; tokens verified per sequence" in said
+    assert f"{30 / out.stats.steps:.2f} tokens per step" in said
     policy = Policy()
     run(policy, 12, accepted=0.0, drafting=5.0, row=0.02)
     policy.tally.paused = 7
-    assert any("7 of them plain: drafting was paused (1x)" in line for line in policy.reasons())
+    assert any(
+        "7 steps without drafting: drafting was paused (1x)" in line for line in policy.reasons()
+    )
 
 
 def test_where_rows_are_dear_the_drafter_is_hardly_asked() -> None:
@@ -217,6 +221,9 @@ class Modest(Drafter):
 def test_the_engine_hears_what_a_drafter_has_in_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two whose guesses are worth nothing; one of them says that it has others."""
     monkeypatch.setattr(policy_module.Guard, "closed", lambda self: False)
+    # A machine on which everything takes as long: how busy it is decides nothing here.
+    monkeypatch.setattr(StepTimer, "cost", lambda self, stage: 1e-3)
+    monkeypatch.setattr(Verifier, "timed_forward", lambda self, num_nodes, kv_len: 1e-3)
     usual, asked = Usual(), []
     usual.note([0.9, 0.8, 0.7])
     for expected_offer in (None, Offer(usual, 0.0)):

@@ -60,20 +60,27 @@ def bench(
         )
     else:
         names = [name for name in options.split_list(drafter) if name != "none"]
-        drafters = {n: _config(n, draft_model, num_speculative_tokens) for n in names}
+        drafters = _configs(names, draft_model, num_speculative_tokens)
         sizes = options.split_numbers("--batch", batch)
         lossless = not not_lossless
         report = _bench_model(model, measured, drafters, engines, sizes, latency, lossless)
     measured.write(report, draw)
 
 
-def _config(name: str, draft_model: str | None, num_drafted: int | None) -> dict[str, Any]:
-    config: dict[str, Any] = {"method": name}
-    if num_drafted is not None:
-        config["num_speculative_tokens"] = num_drafted
-    if name in ("draft_model", "medusa") or (name == "auto" and draft_model is not None):
-        config["model"] = draft_model
-    return config
+def _configs(
+    names: list[str], draft_model: str | None, num_drafted: int | None
+) -> dict[str, dict[str, Any]]:
+    """The configuration of each drafter: the options that it takes of those that were given."""
+    from draftahead.drafters.registry import options_of
+
+    given = {"model": draft_model, "num_speculative_tokens": num_drafted}
+    options_given = {key: value for key, value in given.items() if value is not None}
+    if draft_model is not None and not any("model" in options_of(name) for name in names):
+        raise ConfigError(f"--draft-model: none of {', '.join(names)} drafts with a model")
+    return {
+        name: {"method": name, **{k: v for k, v in options_given.items() if k in options_of(name)}}
+        for name in names
+    }
 
 
 def _bench_shape(shape: str, measured: options.BenchOptions, **chosen: Any) -> dict[str, Any]:

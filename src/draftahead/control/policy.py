@@ -336,8 +336,8 @@ class Policy:
         rows = [n for n in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64) if n <= max(curve)]
         times = ", ".join(f"{1e3 * self.costs.of(n):.1f}" for n in rows)
         found = [
-            f"a pass over {', '.join(map(str, rows))} rows takes {times} ms here, drafting "
-            f"{1e3 * self.costs.drafting:.1f} ms a step"
+            f"a forward pass over {', '.join(map(str, rows))} tokens takes {times} ms here, "
+            f"drafting {1e3 * self.costs.drafting:.1f} ms per step"
         ]
         worth = self.calibration.rates.seen()
         if worth:
@@ -345,23 +345,23 @@ class Policy:
                 f"{bin_ / BINS:.1f}-{(bin_ + 1) / BINS:.1f} {share:.0%}"
                 for bin_, (share, _) in sorted(worth.items())
             )
-            found.append("of guesses claimed to be so likely came true: " + ", ".join(said))
+            found.append("calibration, predicted and actual acceptance: " + ", ".join(said))
         widths = ", ".join(f"{n} in {count}" for n, count in sorted(tally.widths.items()))
-        found.append(f"{steps} steps; nodes scored a text: {widths}")
+        found.append(f"{steps} steps; tokens verified per sequence: {widths}")
         plainly = (
-            (tally.nothing, "the drafter had no guess"),
-            (tally.hopeless, "the usual guesses would not pay for their rows"),
-            (tally.declined, "no guess promised more tokens a second than it cost"),
+            (tally.nothing, "the drafter had no draft"),
+            (tally.hopeless, "drafts of the usual confidence would not pay"),
+            (tally.declined, "no drafted token was expected to pay for its verification"),
             (
                 tally.paused,
                 f"drafting was paused ({self.guard.pauses}x) after it had cost "
                 f"more than {LOSS:.0%} of the time",
             ),
         )
-        found += [f"{count} of them plain: {why}" for count, why in plainly if count]
+        found += [f"{count} steps without drafting: {why}" for count, why in plainly if count]
         speed = tally.plain_seconds / tally.seconds if tally.seconds else 1.0
         found.append(
-            f"{tally.tokens / steps:.2f} tokens a step; by these times {speed:.2f}x of plain"
+            f"{tally.tokens / steps:.2f} tokens per step; estimated speed-up {speed:.2f}x"
         )
         return found
 

@@ -117,7 +117,7 @@ class Costly:
 
     def reasons(self) -> str:
         found = [
-            f"{now.more:.2f} guesses more where the others promised {kind * A_KIND:.1f}"
+            f"{now.more:.2f} where the others expected {kind * A_KIND:.1f}"
             for kind, now in sorted(self.situations.items())
             if now.asked
         ]

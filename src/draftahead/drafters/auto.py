@@ -278,13 +278,14 @@ class Auto(Drafter):
     def explain(self) -> list[str]:
         """Whose guesses were taken."""
         by_name = [
-            f"{name} {self._kept[name]} of {scored}" for name, scored in self._scored.most_common()
+            f"{name} {self._kept[name]}/{scored}" for name, scored in self._scored.most_common()
         ]
-        found = [f"guesses kept, by who proposed them: {', '.join(by_name)}"] if by_name else []
+        found = [f"accepted/verified drafted tokens by drafter: {', '.join(by_name)}"] if by_name else []
         if self.other:
             found.append(
-                f"{self.name} was asked {self.costly.asked} times, lately for "
-                f"{1e3 * self.costly.seconds:.1f} ms; it brought {self.costly.reasons()}"
+                f"{self.name} drafted {self.costly.asked} times, recently in "
+                f"{1e3 * self.costly.seconds:.1f} ms; expected extra accepted tokens: "
+                f"{self.costly.reasons()}"
             )
         return found
 

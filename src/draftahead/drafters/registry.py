@@ -72,16 +72,24 @@ def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) ->
     maker = _REGISTRY.get(_SYNONYMS.get(name, name))
     if maker is None:
         raise UnknownDrafterError(f"no drafter {name!r}{nearest(name, [*_REGISTRY, *_SYNONYMS])}")
-    known = [
-        key
-        for key, parameter in inspect.signature(maker).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
+    known = _options(maker)
     for key in options:
         if key not in known:
             hint = nearest(key, known) if known else " (it takes none)"
             raise ConfigError(f"drafter {name!r} has no option {key!r}{hint}")
     return maker(context, **options)
+
+
+def options_of(name: str) -> list[str]:
+    """The configuration keys of a drafter; none for a name that is not registered."""
+    _load_all()
+    maker = _REGISTRY.get(_SYNONYMS.get(name, name))
+    return [] if maker is None else _options(maker)
+
+
+def _options(maker: Callable[..., Drafter]) -> list[str]:
+    parameters = inspect.signature(maker).parameters.items()
+    return [key for key, one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 def _is_drafter(wanted: Any) -> TypeGuard[Drafter]:
