@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batched_worlds import BatchedWorlds, likely_chains, residual_by_hand
+from draftahead.core.draft import DeviceDraft
+from draftahead.core.sampling_params import SamplingParams
 from draftahead.sampling import accept
 from toy import PARAMS, PLAIN, VOCAB_SIZE
 
@@ -87,6 +89,23 @@ def test_verdict_of_a_ragged_batch_is_that_of_each_sequence(seed: int) -> None:
         assert verdict.paths[b] == list(range(kept + 1))
         assert verdict.tokens[b] == [*tokens[:kept], own]
     assert not verdict.errors
+
+
+@pytest.mark.parametrize("params", [[PLAIN, PLAIN], [PLAIN, PARAMS["penalties"]]])
+def test_chains_on_a_device_get_the_verdict_of_the_same_chains_on_the_host(
+    params: list[SamplingParams],
+) -> None:
+    """Those of penalties are read: there the distributions depend on the drafted tokens."""
+    longest = 0
+    for seed in range(12):
+        worlds = BatchedWorlds(likely_chains(seed, params), params, seed=seed, sampled=True)
+        expected, host = worlds.accept(), worlds.draft
+        roots = [tokens[0] for tokens in host.tokens]
+        worlds.draft = DeviceDraft(roots, host.token_tensor, host.num_nodes, host.probs)
+        verdict = worlds.accept()
+        assert (verdict.tokens, verdict.paths) == (expected.tokens, expected.paths)
+        longest = max(longest, *map(len, expected.paths))
+    assert longest >= 3
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from batched_worlds import BatchedWorlds, random_trees
+from draftahead.core.draft import DeviceDraft
 from draftahead.core.types import Exact, ForwardOutput
 from draftahead.sampling import accept, sample
+from drafted import ZeroTimer
 from toy import PARAMS, PLAIN
 
 GREEDY = dataclasses.replace(PLAIN, temperature=0)
@@ -99,6 +101,23 @@ def test_all_nodes_are_sampled_at_once_only_where_that_saves_waiting(
             on_device = expected or (exact == "distribution" and "penalties" not in name)
             assert at_once(worlds, on_device=True, argmax_known=True) == on_device
             assert at_once(worlds, on_device=True, argmax_known=False) == on_device
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_trees_built_on_a_device_get_the_verdict_of_the_same_trees_on_the_host(name: str) -> None:
+    longest = 0
+    for seed in range(12):
+        trees = [*random_trees(seed, 1), *random_trees(100 + seed, 1)]
+        worlds = BatchedWorlds(trees, BATCHES[name], seed=seed)
+        expected, host = worlds.accept(), worlds.draft
+        parts = [host.token_tensor, host.parent_tensor, torch.zeros_like(host.token_tensor)]
+        worlds.draft = DeviceDraft.of_trees(
+            [tokens[0] for tokens in host.tokens], torch.stack(parts, 1), ZeroTimer()
+        )
+        verdict = worlds.accept(output=output_of(worlds, on_device=True, argmax_known=False))
+        assert (verdict.tokens, verdict.paths) == (expected.tokens, expected.paths)
+        longest = max(longest, *map(len, expected.paths))
+    assert longest >= 3
 
 
 @pytest.mark.parametrize("on_device", [True, False])

@@ -95,6 +95,12 @@ def test_penalties_by_hand() -> None:
     assert found.tolist() == [[2.0, -8.0 - 0.75, 2.0 - 1.0, 5.0]]
 
 
+def test_a_temperature_near_zero_leaves_the_largest_logits() -> None:
+    """In single precision 90 / 1e-37 is infinite."""
+    logits = torch.tensor([[90.0, 89.0, 90.0, -90.0]])
+    assert probs_of(logits, [context_of(temperature=1e-37)]).tolist() == [[0.5, 0.0, 0.5, 0.0]]
+
+
 def test_greedy_takes_the_lowest_id_on_ties() -> None:
     context = context_of(temperature=0.0)
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
