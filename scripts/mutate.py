@@ -239,6 +239,7 @@ def _end_group(child: int) -> None:
 
 def _preload() -> None:
     """What tests need and no mutant changes: a child then starts at once."""
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported
     import hypothesis.strategies
     import pytest
     import scipy.stats
@@ -351,7 +352,7 @@ def score(by_target: dict[str, list[Mutant]]) -> int:
 def stale(by_target: dict[str, list[Mutant]]) -> list[str]:
     """Entries of the list of equivalents that name no mutant of these targets' files."""
     keys = {mutant.key for found in by_target.values() for mutant in found}
-    files = {key[0] for key in keys}
+    files = {TARGETS[target][0] for target in by_target if target in TARGETS}
     gone = [key for key in equivalents() if key[0] in files and key not in keys]
     return ["{}: {}\n    - {}\n    + {}".format(*key) for key in gone]
 
