@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -235,6 +235,20 @@ def device_of(device: torch.device) -> Device:
 def small_tensor(values: Any, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """A tensor of some host values on a device, without waiting for the device."""
     return device_of(torch.device(device)).small_tensor(values, dtype)
+
+
+def padded(rows: Sequence[list[int]]) -> Tensor:
+    """Rows of different lengths as one tensor, filled up with zeros."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def last_of(values: Tensor, rows: Sequence[list[int]]) -> Tensor:
+    """[B, N, ...] computed for padded rows -> [B, ...] of the last element of each."""
+    if all(len(row) == values.shape[1] for row in rows):
+        return values[:, -1]
+    last = small_tensor([len(row) - 1 for row in rows], torch.int64, values.device)
+    return values[torch.arange(len(rows), device=values.device), last]
 
 
 def gpu_count() -> int:

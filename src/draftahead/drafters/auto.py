@@ -280,7 +280,11 @@ class Auto(Drafter):
         by_name = [
             f"{name} {self._kept[name]}/{scored}" for name, scored in self._scored.most_common()
         ]
-        found = [f"accepted/verified drafted tokens by drafter: {', '.join(by_name)}"] if by_name else []
+        found = (
+            [f"accepted/verified drafted tokens by drafter: {', '.join(by_name)}"]
+            if by_name
+            else []
+        )
         if self.other:
             found.append(
                 f"{self.name} drafted {self.costly.asked} times, recently in "

@@ -10,13 +10,14 @@ or faulty for a while and still be right the next time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftahead.core.device import small_tensor
+from draftahead.core.device import last_of, padded
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, ForwardOutput, Verdict
 from draftahead.drafters.base import Drafter, DrafterContext, positive
@@ -68,34 +69,33 @@ class DraftModel(Drafter):
         fits = [len(sequence.tokens) + self.count <= most for sequence in batch.sequences]
         if not any(depth and fit for depth, fit in zip(batch.max_depths, fits, strict=True)):
             return None
-        if self.adaptive:
-            return self._build_trees(batch, fits)
-        self._sample_chains(batch, fits)
-        return None  # the draft sampler holds the draft
-
-    def _sample_chains(self, batch: Batch, fits: list[bool]) -> None:
         logits, argmax = self._catch_up(batch, fits)
-        held = self.runner.cache.tokens_in
-        self._sampled_from = [len(held[slot]) for slot in range(len(fits))]
+        held = self.runner.cache.tokens_in[: len(fits)]
+        if self.adaptive:
+            for tokens in held:
+                tokens.pop()  # the root, of which the trees are children
+            depths = [depth * fit for depth, fit in zip(batch.max_depths, fits, strict=True)]
+            return self.builder.build(batch, logits, self._expand, depths)
+        self._sampled_from = [len(tokens) for tokens in held]
         active = None if all(fits) else torch.tensor(fits)
         count = min(self.count, max(batch.max_depths))
         sampled_chain(batch, count, logits, argmax, self._feed, active)
-
-    def _feed(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        output = self._forward(tokens[:, None])
-        for slot in range(len(tokens)):
-            self.runner.cache.tokens_in[slot].append(UNKNOWN)
-        return _last(output)
-
-    def _build_trees(self, batch: Batch, fits: list[bool]) -> Draft | None:
-        logits, _ = self._catch_up(batch, fits)
-        for slot in range(len(fits)):
-            self.runner.cache.tokens_in[slot].pop()  # the root, of which the trees are children
-        depths = [depth if fit else 0 for depth, fit in zip(batch.max_depths, fits, strict=True)]
-        return self.builder.build(batch, logits, self._expand, depths)
+        return None  # the draft sampler holds the draft
 
     def _expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         return self._forward(tokens, parents).logits
+
+    def _feed(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._append(tokens[:, None], [[UNKNOWN]] * len(tokens))
+
+    def _append(self, tokens: Tensor, known: Sequence[list[int]]) -> tuple[Tensor, Tensor | None]:
+        """Computes tokens [B, N] behind each slot's, as `known` to the host; returns the logits
+        after the last one of each, and their argmax if the forward computed it."""
+        output = self._forward(tokens)
+        for held, new in zip(self.runner.cache.tokens_in, known, strict=False):
+            held.extend(new)
+        argmax = None if output.argmax is None else last_of(output.argmax, known)
+        return last_of(output.logits, known), argmax
 
     def _forward(self, tokens: Tensor, parents: Tensor | None = None) -> ForwardOutput:
         # Ids in the padding of the target's vocabulary are unknown here; a bad draft follows.
@@ -113,8 +113,7 @@ class DraftModel(Drafter):
         self._sampled_from = None
 
     def _catch_up(self, batch: Batch, fits: list[bool]) -> tuple[Tensor, Tensor | None]:
-        """Computes what each slot lacks; returns the logits after each sequence's end, and their
-        argmax if the forward computed it."""
+        """Computes what each slot lacks."""
         cache, missing = self.runner.cache, []
         for slot, sequence in enumerate(batch.sequences):
             self._owners.place(sequence.id, slot)
@@ -127,27 +126,7 @@ class DraftModel(Drafter):
                 held = length - 1
             del cache.tokens_in[slot][held:]
             missing.append(tokens[held:])
-        width = max(map(len, missing))
-        output = self._forward(
-            torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in missing])
-        )
-        for slot, tokens in enumerate(missing):
-            cache.tokens_in[slot].extend(tokens)
-        ends = [len(tokens) - 1 for tokens in missing]
-        if all(end == width - 1 for end in ends):
-            return _last(output)
-        device = output.logits.device
-        last, slots = (
-            small_tensor(ends, torch.int64, device),
-            torch.arange(len(ends), device=device),
-        )
-        argmax = None if output.argmax is None else output.argmax[slots, last]
-        return output.logits[slots, last], argmax
-
-
-def _last(output: ForwardOutput) -> tuple[Tensor, Tensor | None]:
-    argmax = None if output.argmax is None else output.argmax[:, -1]
-    return output.logits[:, -1], argmax
+        return self._append(padded(missing), missing)
 
 
 def check_vocabulary(context: DrafterContext, tokenizer: Any, size: int) -> None:
@@ -160,14 +139,10 @@ def check_vocabulary(context: DrafterContext, tokenizer: Any, size: int) -> None
             )
         return
     target, draft = context.tokenizer.get_vocab(), tokenizer.get_vocab()
-    if target == draft:
+    differing = {token for token, _ in target.items() ^ draft.items()}
+    if not differing:
         return
-    differing = sorted(
-        (target.get(token, draft.get(token)), token)
-        for token in target.keys() | draft.keys()
-        if target.get(token) != draft.get(token)
-    )
-    token = differing[0][1]
+    token = min(differing, key=lambda token: (target.get(token, draft.get(token)), token))
     raise VocabularyMismatchError(
         f"the draft model's vocabulary differs from the target's in {len(differing)} tokens "
         f"(first {token!r}: id {target.get(token)} there, {draft.get(token)} in the draft); "

@@ -11,6 +11,7 @@ and never sampled: the output must not depend on whether the search came before 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.base import DrafterContext
 from draftahead.drafters.registry import register
-from draftahead.drafters.self_draft import SelfDraft
-from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder
+from draftahead.drafters.self_draft import SelfDrafter
+from draftahead.drafters.tree_builder import MAX_DEPTH
 from draftahead.errors import ConfigError
 from draftahead.models.layer_subset import LayerSubset
 from draftahead.models.runner import ModelRunner
@@ -45,7 +46,7 @@ _RESULTS: WeakKeyDictionary[Any, SearchResult] = WeakKeyDictionary()  # by model
 
 
 @register("layer_skip")
-class LayerSkip(Drafter):
+class LayerSkip(SelfDrafter):
     """Drafts with the target, without some of its layers."""
 
     def __init__(
@@ -55,33 +56,25 @@ class LayerSkip(Drafter):
         skip: Sequence[int] | None = None,
         num_speculative_tokens: int | None = None,
     ) -> None:
-        self.adaptive = num_speculative_tokens is None
-        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH)
-        self.builder = TreeBuilder(self.count)
-        self.runner = context.target_runner("layer_skip")
-        self.num_layers = int(text_config(self.runner.model).num_hidden_layers)
-        self.skip = None if skip is None else self._checked(skip)
-        self.layers = None if self.skip is None else layers_without(self.runner.model, self.skip)
+        super().__init__(context, "layer_skip", num_speculative_tokens)
         self.pays = True  # as far as is known
-
-    def _checked(self, skip: Any) -> tuple[int, ...]:
+        self.layers: LayerSubset | None = None
+        if skip is None:
+            return
         most = self.num_layers - 1
-        numbers = isinstance(skip, list | tuple) and all(type(index) is int for index in skip)
-        if not numbers or not all(1 <= index <= most for index in skip):
+        are_indices = isinstance(skip, list | tuple) and all(type(index) is int for index in skip)
+        if not are_indices or not all(1 <= index <= most for index in skip):
             raise ConfigError(
                 f"skip must be a list of layers from 1 to {most} (layer 0 stays), not {skip!r}"
             )
-        return tuple(sorted(set(skip)))
+        self.layers = layers_without(self.runner.model, skip)
 
     def propose(self, batch: Batch) -> Draft | None:
         if self.layers is None:
             self._search(batch)
         if self.layers is None or not self.pays:
             return None
-        draft = SelfDraft(self.runner, self.layers)
-        if self.adaptive:
-            return draft.trees(batch, self.builder)
-        return draft.argmax(batch, self.count)
+        return self.draft_with(self.layers, batch, sampled=False)
 
     def _search(self, batch: Batch) -> None:
         model, lengths = self.runner.model, [len(s.tokens) for s in batch.sequences]
@@ -89,13 +82,14 @@ class LayerSkip(Drafter):
         if model not in _RESULTS and lengths[slot] >= MIN_TOKENS:
             _RESULTS[model] = Search(self.runner, slot, batch.roots[slot]).result()
         if result := _RESULTS.get(model):
-            self.skip, self.layers = result.skip, layers_without(model, result.skip)
+            self.layers = layers_without(model, result.skip)
             self.pays = result.speed_up > 1 or not self.adaptive
 
     def explain(self) -> list[str]:
-        if self.skip is None:
+        if self.layers is None:
             return [f"no sequence has had {MIN_TOKENS} tokens yet to choose layers by"]
-        which = f"layers skipped for drafts: {', '.join(map(str, self.skip)) or 'none'}"
+        skipped = [str(i) for i in range(self.num_layers) if i not in self.layers.layers]
+        which = f"layers skipped for drafts: {', '.join(skipped) or 'none'}"
         return [which if self.pays else f"{which}; but that is not expected to pay"]
 
 
@@ -105,7 +99,6 @@ class Search:
 
     def __init__(self, runner: ModelRunner, slot: int, root: int) -> None:
         self.runner, self.slot = runner, slot
-        self.num_layers = int(text_config(runner.model).num_hidden_layers)
         whole, tokens = layers_without(runner.model, ()), [root]
         for offset in range(COMPARED_TOKENS - 1):
             last = torch.tensor([tokens[-1:]])
@@ -113,7 +106,6 @@ class Search:
             tokens.append(int(output.logits[0, 0].argmax()))
         self.nodes = torch.tensor([tokens])
         self.probs = self._probs(whole)
-        self.tried = 0
 
     def _probs(self, layers: LayerSubset) -> Tensor:
         output = self.runner.forward(self.nodes, first_slot=self.slot, layers=layers)
@@ -123,7 +115,6 @@ class Search:
         """From 0 to 1: the mean of how often a subset has the target's most likely token, and how
         much of the distribution they share. The first is what counts; the second tells near misses
         apart."""
-        self.tried += 1
         probs = self._probs(layers)
         same = (probs.argmax(-1) == self.probs.argmax(-1)).float().mean()
         shared = torch.minimum(probs, self.probs).sum(-1).mean()
@@ -131,7 +122,8 @@ class Search:
 
     def result(self) -> SearchResult:
         """The layers without which drafting is expected to pay the most."""
-        model, rest = self.runner.model, list(range(1, self.num_layers))
+        model = self.runner.model
+        rest = list(range(1, int(text_config(model).num_hidden_layers)))
         size = max(1, -(-2 * len(rest) // MAX_SUBSETS))  # layers that are tried together
         groups = [tuple(rest[at : at + size]) for at in range(0, len(rest), size)]
         alone = {group: self.agreement(layers_without(model, group)) for group in groups}
@@ -151,11 +143,8 @@ class Search:
 def expected_speed_up(agreement: float, share: float) -> float:
     """Tokens in the time of a plain forward, with the best number of drafted tokens. `share`: the
     time of a drafting forward as a share of a plain one."""
-    rates, tokens = [], 1.0
-    for count in range(1, MAX_DEPTH + 1):
-        tokens += agreement**count
-        rates.append(tokens / (1 + count * share))
-    return max(rates)
+    tokens = itertools.accumulate(agreement**count for count in range(MAX_DEPTH + 1))
+    return max(total / (1 + count * share) for count, total in enumerate(tokens) if count)
 
 
 def layers_without(model: Any, skip: Sequence[int]) -> LayerSubset:

@@ -7,43 +7,51 @@ output.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.tree_builder import TreeBuilder, argmax_chain, sampled_chain
+from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder, argmax_chain, sampled_chain
 from draftahead.models.layer_subset import LayerSubset
-from draftahead.models.runner import ModelRunner
+from draftahead.models.support import text_config
 
 
-class SelfDraft:
-    """Drafts one step with a subset of the target's layers."""
+class SelfDrafter(Drafter):
+    """Drafts with a subset of the target's layers: trees as deep as they pay, or chains of
+    `num_speculative_tokens`."""
 
-    def __init__(self, runner: ModelRunner, layers: LayerSubset) -> None:
-        self._runner, self._layers = runner, layers
-        self._computed = 0  # nodes of a chain behind each slot's length
+    def __init__(
+        self, context: DrafterContext, name: str, num_speculative_tokens: int | None
+    ) -> None:
+        self.adaptive = num_speculative_tokens is None
+        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH)
+        self.builder = TreeBuilder(self.count)
+        self.runner = context.target_runner(name)
+        self.num_layers = int(text_config(self.runner.model).num_hidden_layers)
 
-    def trees(self, batch: Batch, builder: TreeBuilder) -> Draft | None:
-        """Trees as deep as they pay, with confidence."""
-        logits = self._expand(torch.tensor(batch.roots)[:, None])[:, 0]
-        return builder.build(batch, logits, self._expand, tokens=self._layers.tokens)
+    def draft_with(self, layers: LayerSubset, batch: Batch, *, sampled: bool) -> Draft | None:
+        """Trees, or chains: `sampled` by the draft sampler, which then holds the draft, or of the
+        most likely tokens."""
+        offsets = itertools.count()  # of a chain's next token behind each slot's length
 
-    def sampled(self, batch: Batch, count: int) -> None:
-        """Chains of `count` tokens by the draft sampler, which holds the draft."""
-        logits, argmax = self._feed(torch.tensor(batch.roots))
-        sampled_chain(batch, min(count, max(batch.max_depths)), logits, argmax, self._feed)
+        def expand(tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+            return self.runner.forward(tokens, parents=parents, layers=layers).logits
 
-    def argmax(self, batch: Batch, count: int) -> Draft:
-        """Chains of `count` tokens, each the most likely one."""
-        logits, _ = self._feed(torch.tensor(batch.roots))
-        return argmax_chain(batch, min(count, max(batch.max_depths)), logits, self._feed)
+        def feed(tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+            output = self.runner.forward(tokens[:, None], layers=layers, offset=next(offsets))
+            argmax = None if output.argmax is None else output.argmax[:, 0]
+            return layers.scatter(output.logits[:, 0], argmax)
 
-    def _expand(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-        return self._runner.forward(tokens, parents=parents, layers=self._layers).logits
-
-    def _feed(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        output = self._runner.forward(tokens[:, None], layers=self._layers, offset=self._computed)
-        self._computed += 1
-        argmax = None if output.argmax is None else output.argmax[:, 0]
-        return self._layers.scatter(output.logits[:, 0], argmax)
+        roots = torch.tensor(batch.roots)
+        if self.adaptive:
+            logits = expand(roots[:, None])[:, 0]
+            return self.builder.build(batch, logits, expand, tokens=layers.tokens)
+        (logits, argmax), count = feed(roots), min(self.count, max(batch.max_depths))
+        if not sampled:
+            return argmax_chain(batch, count, logits, feed)
+        sampled_chain(batch, count, logits, argmax, feed)
+        return None

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from draftahead.core import tree
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 
@@ -33,8 +31,8 @@ FORGET = 0.98
 ACCEPTED_NEXT = 0.7
 
 # Tokens and parents [B, N] of the nodes that are expanded -> logits [B, N, V] after each. Node 0 is
-# the root. Every call brings the nodes of the call before in the same places, and behind them new
-# ones; trees with fewer nodes are filled up with roots, whose logits are not used.
+# the root. Every call brings the nodes of the call before in the same places, and behind them those
+# of one more level; a level of fewer nodes is filled up with roots, whose logits are not used.
 Expand = Callable[[Tensor, Tensor], Tensor]
 
 # Sampled tokens [B] -> logits [B, V] after them, and their argmax [B] if it is known.
@@ -67,50 +65,43 @@ class TreeBuilder:
     ) -> Draft | None:
         """`logits` [B, V]: after the roots. `max_depths`: the batch's, or 0 for sequences without a
         tree. `tokens` [D]: the draft vocabulary that logits are over."""
-        max_depths = batch.max_depths if max_depths is None else max_depths
-        trees = [PartialTree(root) for root in batch.roots]
-        frontiers = [[0] if depth else [] for depth in max_depths]
-        self._add_children(trees, frontiers, logits[:, None], batch, tokens)
+        depths = batch.max_depths if max_depths is None else max_depths
+        trees = [PartialTree(root, depth) for root, depth in zip(batch.roots, depths, strict=True)]
+        self._add_children(trees, logits[:, None], batch, tokens)
         for _ in range(self.max_depth - 1):
-            frontiers = [
-                partial.frontier(depth, self.expanded_per_level)
-                for partial, depth in zip(trees, max_depths, strict=True)
-            ]
-            if not self._pays(trees, frontiers, batch):
+            for partial in trees:
+                partial.frontier = partial.best_leaves(self.expanded_per_level)
+            reached = sum(p.confidence[node] for p in trees for node in p.frontier)
+            if reached <= self.needed_confidence(batch):
+                self.note_stop()
                 break
             start = time.perf_counter()
-            for partial, nodes in zip(trees, frontiers, strict=True):
-                partial.expanded += nodes
-            width = max(len(partial.expanded) for partial in trees)
-            block = torch.tensor([partial.expanded_tokens(width) for partial in trees])
-            parents = torch.tensor([partial.expanded_parents(width) for partial in trees])
-            self._add_children(trees, frontiers, expand(block, parents), batch, tokens)
+            width = max(len(partial.frontier) for partial in trees)
+            for partial in trees:
+                partial.expand(width)
+            nodes = torch.tensor([[p.tokens[node] for node in p.expanded] for p in trees])
+            parents = torch.tensor([partial.expanded_parents for partial in trees])
+            self._add_children(trees, expand(nodes, parents), batch, tokens)
             self.note_level(time.perf_counter() - start)
         if not any(partial.tokens[1:] for partial in trees):
             return None
-        guesses = [list(zip(p.tokens[1:], p.parents[1:], strict=True)) for p in trees]
-        return Draft.trees(batch.roots, guesses, [p.confidence[1:] for p in trees])
+        pairs = [list(zip(p.tokens[1:], p.parents[1:], strict=True)) for p in trees]
+        return Draft.trees(batch.roots, pairs, [p.confidence[1:] for p in trees])
 
     def _add_children(
-        self,
-        trees: list[PartialTree],
-        frontiers: list[list[int]],
-        logits: Tensor,
-        batch: Batch,
-        tokens: Tensor | None,
+        self, trees: list[PartialTree], logits: Tensor, batch: Batch, tokens: Tensor | None
     ) -> None:
         """Children of the nodes that were just expanded; reads back once."""
-        at = [(b, node) for b, nodes in enumerate(frontiers) for node in nodes]
+        at = [(b, node) for b, partial in enumerate(trees) for node in partial.frontier]
         sequences = [b for b, _ in at]
         index = [trees[b].expanded.index(node) for b, node in at]
-        paths = [trees[b].path(node) for b, node in at]
+        paths = [trees[b].paths[node] for b, node in at]
         probs, children = batch.draft_sampler.noise_coupled_topk(
             logits[sequences, index], sequences, paths, CHILDREN, tokens
         )
-        found = torch.cat([probs, children.to(probs)], -1).tolist()
+        found = torch.stack([probs, children.to(probs)], 1).tolist()
         for (b, node), values in zip(at, found, strict=True):
-            half = len(values) // 2
-            trees[b].add(node, values[:half], values[half:])
+            trees[b].add(node, *values)
 
     # ------------------------------------------------------------------------ how deep it pays
 
@@ -121,18 +112,6 @@ class TreeBuilder:
         else:
             usual = min(seconds, 3 * self.level_seconds)
             self.level_seconds += 0.2 * (usual - self.level_seconds)
-
-    def _pays(self, trees: list[PartialTree], frontiers: list[list[int]], batch: Batch) -> bool:
-        """Whether one more level is expected to gain more than it takes."""
-        reached = sum(
-            partial.confidence[node]
-            for partial, nodes in zip(trees, frontiers, strict=True)
-            for node in nodes
-        )
-        if reached > self.needed_confidence(batch):
-            return True
-        self.note_stop()
-        return False
 
     def needed_confidence(self, batch: Batch) -> float:
         """The confidence, summed over the nodes to expand, from which a level is worth its time."""
@@ -146,19 +125,17 @@ class TreeBuilder:
         self.level_seconds *= FORGET
 
 
-@dataclass
 class PartialTree:
     """One sequence's tree while it is built. Node 0 is the root."""
 
-    root: int
-    tokens: list[int] = field(init=False)
-    parents: list[int] = field(default_factory=lambda: [-1])
-    depths: list[int] = field(default_factory=lambda: [0])
-    confidence: list[float] = field(default_factory=lambda: [1.0])
-    expanded: list[int] = field(default_factory=lambda: [0])  # nodes that have children, or may
-
-    def __post_init__(self) -> None:
-        self.tokens = [self.root]
+    def __init__(self, root: int, max_depth: int) -> None:
+        self.tokens, self.parents, self.confidence = [root], [-1], [1.0]
+        self.paths: list[tuple[int, ...]] = [()]  # the tokens from below the root to each node
+        self.frontier = [0] if max_depth else []  # nodes of the level that is expanded next
+        # Nodes that have children, or may, and the place of each one's parent in this list. A level
+        # with fewer nodes than those of other trees is filled up with the root.
+        self.expanded, self.expanded_parents = [0], [-1]
+        self._max_depth = max_depth
 
     def add(self, node: int, probs: Sequence[float], tokens: Sequence[float]) -> None:
         """Children of a node."""
@@ -166,33 +143,24 @@ class PartialTree:
             if self.confidence[node] * prob >= MIN_CONFIDENCE:
                 self.tokens.append(int(token))
                 self.parents.append(node)
-                self.depths.append(self.depths[node] + 1)
                 self.confidence.append(self.confidence[node] * prob)
+                self.paths.append((*self.paths[node], int(token)))
 
-    def path(self, node: int) -> tuple[int, ...]:
-        """The tokens from below the root to a node."""
-        found: list[int] = []
-        while node:
-            found.append(self.tokens[node])
-            node = self.parents[node]
-        return tuple(reversed(found))
-
-    def frontier(self, max_depth: int, count: int) -> list[int]:
+    def best_leaves(self, count: int) -> list[int]:
         """The most confident nodes that can have children and have none."""
         leaves = [
             node
             for node in range(1, len(self.tokens))
-            if node not in self.expanded and self.depths[node] < max_depth
+            if node not in self.expanded and len(self.paths[node]) < self._max_depth
         ]
         return sorted(sorted(leaves, key=lambda node: -self.confidence[node])[:count])
 
-    def expanded_tokens(self, width: int) -> list[int]:
-        tokens = [self.tokens[node] for node in self.expanded]
-        return tokens + [self.root] * (width - len(tokens))
-
-    def expanded_parents(self, width: int) -> list[int]:
-        parents = tree.reindexed(self.parents, self.expanded)
-        return parents + [0] * (width - len(parents))
+    def expand(self, width: int) -> None:
+        """Adds the frontier to the expanded nodes, as a level of `width` nodes."""
+        padding = [0] * (width - len(self.frontier))
+        self.expanded_parents += [self.expanded.index(self.parents[n]) for n in self.frontier]
+        self.expanded_parents += padding
+        self.expanded += self.frontier + padding
 
 
 def sampled_chain(
@@ -225,5 +193,5 @@ def argmax_chain(batch: Batch, count: int, logits: Tensor, feed: Feed) -> Draft:
             chain.append(token)
         if depth + 1 < count:
             logits, _ = feed(tokens)
-    guesses = [chain[:most] for chain, most in zip(chains, batch.max_depths, strict=True)]
-    return Draft.chains(batch.roots, guesses)
+    cut = [chain[:most] for chain, most in zip(chains, batch.max_depths, strict=True)]
+    return Draft.chains(batch.roots, cut)
