@@ -125,3 +125,20 @@ def test_top_p_with_a_nucleus_as_wide_as_what_is_sorted_first(size: int) -> None
     """All tokens alike: equals stay together, so all of them do."""
     probs = probs_of(torch.zeros(1, size, dtype=torch.float64), [context_of(top_p=0.5)])
     assert torch.allclose(probs, torch.full_like(probs, 1 / size))
+
+
+def test_a_top_p_of_one_keeps_every_token_beside_a_sequence_with_a_lower_one() -> None:
+    """In single precision the mass before the last tokens is 1."""
+    logits = torch.linspace(0, -80, 50).expand(2, 50)
+    contexts = [context_of(top_p=1.0), context_of(top_p=0.5)]
+    assert torch.equal(probs_of(logits, contexts)[0], logits[0].softmax(-1))
+
+
+@pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_a_sequence_without_truncation_keeps_its_bits_beside_one_with(
+    params: dict[str, float],
+) -> None:
+    for seed in range(5):
+        logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(seed))
+        beside = probs_of(logits, [context_of(), context_of(**params)])
+        assert torch.equal(beside[0], probs_of(logits, [context_of(), context_of()])[0])
