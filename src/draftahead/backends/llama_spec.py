@@ -124,6 +124,13 @@ def _layer_spec(layer: Any, cache: KVCache, options: dict[str, Any]) -> LayerSpe
     _require_children(mlp, {"gate_proj", "up_proj", "down_proj", "act_fn"}, "a feed-forward")
     require(options.get("softcap") is None, "attention scores are soft-capped")
     require(options.get("s_aux") is None, "attention has sinks")
+    scaling = options.get("scaling") or cache.shapes[0].key_dim ** -0.5
+    return layer_spec(layer, scaling, options.get("sliding_window") or 0)
+
+
+def layer_spec(layer: Any, scaling: float, sliding_window: int = 0) -> LayerSpec:
+    """Of a layer that has the modules of a llama's."""
+    attention, mlp = layer.self_attn, layer.mlp
     linears = [getattr(attention, f"{name}_proj") for name in LINEARS[:4]]
     linears += [getattr(mlp, f"{name}_proj") for name in LINEARS[4:]]
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
@@ -133,8 +140,8 @@ def _layer_spec(layer: Any, cache: KVCache, options: dict[str, Any]) -> LayerSpe
         post_attention_norm=layer.post_attention_layernorm.weight,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
-        sliding_window=options.get("sliding_window") or 0,
-        scaling=options.get("scaling") or cache.shapes[0].key_dim ** -0.5,
+        sliding_window=sliding_window,
+        scaling=scaling,
     )
 
 

@@ -10,7 +10,7 @@ smollm2).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +22,12 @@ from draftahead.control.rates import Rates
 from draftahead.core import tree
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
-from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.base import DrafterContext
+from draftahead.drafters.candidates import MIN_CONFIDENCE, CandidateDrafter, CandidateNode
 from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
 
 SUCCESSORS = 4  # remembered of a token; further ones are hardly ever right
-MAX_NODES = 15  # drafted nodes, where the number is not asked for: what one forward takes cheaply
-MIN_CONFIDENCE = 0.02  # nodes below it do not repay their share of the verification
 MAX_TOKENS = 16384  # remembered of a namespace or a sequence; the oldest are dropped
 MAX_NAMESPACES = 64  # remembered; the least recently used is dropped
 # Before anything was observed: how often the first, second, ... successor is accepted, if it was
@@ -39,22 +38,17 @@ Memory = dict[int, list[int]]  # token -> its successors, the most likely first
 
 
 class Source(NamedTuple):
-    """Where a guess comes from."""
+    """Where a candidate comes from."""
 
     remembered: bool  # or from the table
     rank: int  # among the successors
 
 
-class Guess(NamedTuple):
-    token: int
-    parent: int
-    depth: int
-    source: Source
-    confidence: float
+SOURCES = {kind: [Source(kind, rank) for rank in range(SUCCESSORS)] for kind in (True, False)}
 
 
 @register("recycle")
-class Recycle(Drafter):
+class Recycle(CandidateDrafter[Source]):
     """Drafts the successors that the target predicted when a token last occurred."""
 
     def __init__(
@@ -65,11 +59,7 @@ class Recycle(Drafter):
         successors: str | Path | None = None,
         shared: bool = False,
     ) -> None:
-        """Without a number of tokens, the policy verifies as many as pay."""
-        self.adaptive = num_speculative_tokens is None
-        self.max_nodes = positive(
-            "num_speculative_tokens", num_speculative_tokens, default=MAX_NODES
-        )
+        super().__init__(num_speculative_tokens)
         self.table: Mapping[int, list[int]] = {}
         if successors is not None:
             self.table = read_table(successors, context.vocab_size)
@@ -82,35 +72,23 @@ class Recycle(Drafter):
         )
         self._own: dict[int, Memory] = {}  # by sequence
         self._shared: OrderedDict[str, Memory] = OrderedDict()  # by namespace
-        self._drafts: dict[int, list[Guess]] = {}  # by sequence
 
-    def propose(self, batch: Batch) -> Draft | None:
-        trees, confidence = [], []
-        for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
-            guesses = self._tree(sequence, max_depth) if max_depth else []
-            self._drafts[sequence.id] = guesses
-            trees.append([(guess.token, guess.parent) for guess in guesses])
-            confidence.append([guess.confidence for guess in guesses])
-        if not any(trees):
-            return None
-        return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
-
-    def _tree(self, sequence: SequenceState, max_depth: int) -> list[Guess]:
+    def tree(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
         memory = self._memory(sequence)
-        sources = {
-            remembered: [Source(remembered, rank) for rank in range(SUCCESSORS)]
-            for remembered in (True, False)
-        }
 
-        def children(token: int, parent: int, depth: int, confidence: float) -> Iterator[Guess]:
-            known = memory.get(token)
-            successors = self.table.get(token, ()) if known is None else known
-            for then, source in zip(successors, sources[known is not None], strict=False):
-                yield Guess(then, parent, depth, source, confidence * self.rates[source])
+        def children(
+            token: int, parent: int, depth: int, confidence: float
+        ) -> Iterator[CandidateNode[Source]]:
+            is_remembered = token in memory
+            successors = memory[token] if is_remembered else self.table.get(token, ())
+            for source, successor in zip(SOURCES[is_remembered], successors, strict=False):
+                own = confidence * self.rates[source]
+                yield CandidateNode(successor, parent, depth, own, source)
 
-        def expand(guess: Guess, index: int) -> Iterator[Guess]:
-            if guess.depth < max_depth:
-                yield from children(guess.token, index, guess.depth + 1, guess.confidence)
+        def expand(node: CandidateNode[Source], index: int) -> Iterable[CandidateNode[Source]]:
+            if node.depth == max_depth:
+                return ()
+            return children(node.token, index, node.depth + 1, node.confidence)
 
         roots = children(sequence.tokens[-1], 0, 1, 1.0)
         return tree.best_first(roots, expand, self.max_nodes, MIN_CONFIDENCE)
@@ -131,7 +109,8 @@ class Recycle(Drafter):
             top = output.logits.topk(min(SUCCESSORS, output.logits.shape[-1])).indices
         successors = top.tolist()
         for b, sequence in enumerate(batch.sequences):
-            self._observe(sequence, verdict.tokens[b])
+            for candidate, accepted in self.outcomes(sequence, verdict.tokens[b]):
+                self.rates.note(candidate.source, accepted)
             memory, path = self._memory(sequence), verdict.paths[b]
             rejected = sorted(set(range(draft.num_nodes[b])) - set(path))
             for node in [*rejected, *path]:  # the accepted tokens have the last word
@@ -142,19 +121,9 @@ class Recycle(Drafter):
             while len(memory) > MAX_TOKENS:
                 del memory[next(iter(memory))]
 
-    def _observe(self, sequence: SequenceState, emitted: list[int]) -> None:
-        """Of every guess whose parent was right, whether it was right as well."""
-        guesses = self._drafts.get(sequence.id, [])
-        tokens = [-1, *(guess.token for guess in guesses)]
-        parents = [-1, *(guess.parent for guess in guesses)]
-        outcomes = tree.outcomes(tokens, parents, emitted)
-        for guess, outcome in zip(guesses, outcomes[1:], strict=True):
-            if outcomes[guess.parent] and outcome is not None:
-                self.rates.note(guess.source, outcome)
-
     def release(self, sequence: SequenceState) -> None:
+        super().release(sequence)
         self._own.pop(sequence.id, None)
-        self._drafts.pop(sequence.id, None)
 
 
 def read_table(file: str | Path, vocab_size: int) -> Mapping[int, list[int]]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from draftahead.drafters.candidates import MIN_CONFIDENCE
 from draftahead.drafters.suffix.automaton import (
-    MIN_CONFIDENCE,
     AutomatonCursor,
     Match,
     MatchRates,

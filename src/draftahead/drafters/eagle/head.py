@@ -12,13 +12,13 @@ token (one per depth), D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from draftahead.drafters.eagle.screening import Screening
 from draftahead.drafters.rms_norm import RMSNorm
@@ -32,29 +32,21 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 CosSin = tuple[Tensor, Tensor]  # of the rotary embedding
 
 
+@dataclass
 class EagleConfig:
     """A llama configuration for the layers, and what only an EAGLE head has."""
 
-    def __init__(
-        self,
-        layer: LlamaConfig,
-        *,
-        draft_vocabulary: int,
-        depths: tuple[int, ...],
-        target_hidden: int | None = None,
-        norm_before_residual: bool = False,
-        norm_before_fuse: bool = False,
-        norm_each: bool = False,
-        norm_output: bool = False,
-    ) -> None:
-        self.layer = layer
-        self.draft_vocabulary = draft_vocabulary  # tokens that the head can predict
-        self.depths = depths  # the target's hidden states after so many layers are fused
-        self.target_hidden = target_hidden or int(layer.hidden_size)
-        self.norm_before_residual = norm_before_residual  # the residual starts normed
-        self.norm_before_fuse = norm_before_fuse  # one norm over all hidden states side by side
-        self.norm_each = norm_each  # one norm for each of them
-        self.norm_output = norm_output  # an output is normed before it is fed back
+    layer: LlamaConfig
+    draft_vocabulary: int  # tokens that the head can predict
+    depths: tuple[int, ...]  # the target's hidden states after so many layers are fused
+    target_hidden: int = 0  # hidden size of the target; 0: of the layer
+    norm_before_residual: bool = False  # the residual starts normed
+    norm_before_fuse: bool = False  # one norm over all hidden states side by side
+    norm_each: bool = False  # one norm for each of them
+    norm_output: bool = False  # an output is normed before it is fed back
+
+    def __post_init__(self) -> None:
+        self.target_hidden = self.target_hidden or int(self.layer.hidden_size)
 
     @property
     def head_dim(self) -> int:
@@ -94,22 +86,7 @@ class EagleAttention(nn.Module):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in llama's layout: the two halves of head_dim are rotated as pairs."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
-
-
-class EagleMLP(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden, intermediate = int(config.hidden_size), int(config.intermediate_size)
-        bias = bool(getattr(config, "mlp_bias", False))
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+    return x * cos + rotate_half(x) * sin  # type: ignore[no-any-return]
 
 
 class EagleLayer(nn.Module):
@@ -123,7 +100,7 @@ class EagleLayer(nn.Module):
             self.hidden_norm = RMSNorm(hidden, eps)
         self.self_attn = EagleAttention(config, 2 * hidden if is_first else hidden)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.mlp = EagleMLP(config.layer)
+        self.mlp = LlamaMLP(config.layer)
         self._is_first, self._norms_residual = is_first, config.norm_before_residual
 
     def forward(

@@ -90,7 +90,7 @@ def _read_config(folder: Path, stated: dict[str, Any], model: Any) -> EagleConfi
         LlamaConfig(**layer),
         draft_vocabulary=int(stated.get("draft_vocab_size") or vocab_size),
         depths=_depths(stated, int(text_config(model).num_hidden_layers)),
-        target_hidden=stated.get("target_hidden_size"),
+        target_hidden=int(stated.get("target_hidden_size") or 0),
         # The two layouts have different defaults.
         norm_before_residual=bool(stated.get("norm_before_residual", is_speculators)),
         norm_before_fuse=bool(stated.get("norm_before_fc") or eagle.get("norm_before_fc")),
@@ -104,6 +104,8 @@ def _check_layer(layer: dict[str, Any], folder: Path) -> None:
         raise ConfigError(f"{folder}/config.json does not describe an EAGLE-3 head")
     if layer.get("model_type", "llama") != "llama":
         raise ConfigError(f"{folder}: layers of type {layer['model_type']!r} are not supported")
+    if layer.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{folder}: activation {layer['hidden_act']!r} is not supported")
     if "sliding_attention" in (layer.get("layer_types") or ()):
         raise ConfigError(f"{folder}: a head with a sliding window is not supported")
 

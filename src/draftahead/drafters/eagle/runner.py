@@ -9,7 +9,6 @@ states, and are overwritten at the next step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,24 +34,24 @@ class HeadOutput(NamedTuple):
     logits: Tensor  # [B, N, D] over the draft vocabulary
 
 
-@dataclass(frozen=True)
-class NodeRange:
-    """The nodes of a forward: a range of a tree per sequence, node 0 in entry `starts[b]` of slot
-    `first_slot` + b. Nodes before the range were computed earlier."""
+class NodeRange(NamedTuple):
+    """The last nodes of a tree per sequence, from `start` on. Node 0 is in entry `root_entries[b]`
+    of slot `first_slot` + b; earlier nodes have been computed."""
 
     first_slot: int
-    starts: list[int]  # [B]
-    parents: list[list[int]]  # [B][M] of the whole trees, M >= nodes.stop
-    nodes: range
+    root_entries: list[int]  # [B]
+    parents: list[list[int]]  # [B][M] of the whole trees
+    start: int = 0
 
     @property
-    def is_whole(self) -> bool:
-        return len(self.nodes) == len(self.parents[0])
+    def depths(self) -> list[list[int]]:
+        """[B][M] of the whole trees."""
+        return [tree.depths(parents) for parents in self.parents]
 
     @property
     def is_chain(self) -> bool:
-        chain = list(range(-1, self.nodes.stop - 1))
-        return self.nodes.start == 0 and all(parents == chain for parents in self.parents)
+        chain = list(range(-1, len(self.parents[0]) - 1))
+        return self.start == 0 and all(parents == chain for parents in self.parents)
 
 
 class EagleRunner:
@@ -68,11 +67,17 @@ class EagleRunner:
         by_kernels = device_of(self.device).is_cpu and build.library() is not None
         if by_kernels:
             quantize_linears(head.float())
-        self.cache = _new_cache(head, target, max_batch, scratch_entries)
+        c = head.config
+        kv_heads, num_layers = int(c.layer.num_key_value_heads), int(c.layer.num_hidden_layers)
+        self.cache = KVCache(
+            [LayerKVShape(kv_heads, c.head_dim, kv_heads, c.head_dim)] * num_layers,
+            max_batch,
+            target.max_context + scratch_entries,
+            head.norm.weight.dtype,
+            target.device,
+        )
         self.spec: LlamaSpec = head_spec(head)
-        self.cpu: CpuEagleHead | None = None
-        if by_kernels:
-            self.cpu = cpu_eagle_head(head, self.spec, self.cache)
+        self.cpu = cpu_eagle_head(head, self.spec, self.cache) if by_kernels else None
         own = getattr(head, "embed_tokens", None)
         self.embed: Any = target.model.get_input_embeddings() if own is None else own
         positions = torch.arange(self.cache.num_entries, device=self.device)[None]
@@ -94,7 +99,7 @@ class EagleRunner:
         starts = small_tensor(held, torch.int64, self.device)
         entries = starts[:, None] + torch.arange(count, device=self.device)
         slots = torch.arange(first_slot, first_slot + batch, device=self.device)
-        chain = NodeRange(first_slot, held, [list(range(-1, count - 1))] * batch, range(count))
+        chain = NodeRange(first_slot, held, [list(range(-1, count - 1))] * batch)
         return self.forward(tokens, self.features(slots, entries), chain, kv_only)
 
     def features(self, slots: Tensor, entries: Tensor) -> Tensor:
@@ -105,71 +110,57 @@ class EagleRunner:
     # ----------------------------------------------------------------------------- the forward
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, which: NodeRange, kv_only: bool = False
+        self, tokens: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool = False
     ) -> HeadOutput:
         """Nodes with tokens [B, N] and `hidden` [B, N, H]: the features of the tokens before them,
         or the outputs of their parents. `kv_only`: only keys and values count, and the output is
         not complete."""
         embedded = self.embed(tokens.to(self.device)).to(hidden.dtype)
-        depths = [tree.depths(parents) for parents in which.parents]
         batch, num_nodes = tokens.shape
-        if self.cpu is not None and self.cpu.supports(batch, num_nodes, len(which.parents[0])):
-            return self._forward_cpu(self.cpu, embedded, hidden, which, depths, kv_only)
-        return self._forward_torch(embedded, hidden, which, depths, kv_only)
+        if self.cpu is not None and self.cpu.supports(batch, num_nodes, len(nodes.parents[0])):
+            return self._forward_cpu(self.cpu, embedded, hidden, nodes, kv_only)
+        return self._forward_torch(embedded, hidden, nodes, kv_only)
 
     def _forward_cpu(
-        self,
-        kernels: CpuEagleHead,
-        embedded: Tensor,
-        hidden: Tensor,
-        which: NodeRange,
-        depths: list[list[int]],
-        kv_only: bool,
+        self, cpu: CpuEagleHead, embedded: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool
     ) -> HeadOutput:
-        positions = torch.tensor(
-            [
-                [start + own[node] for node in which.nodes]
-                for start, own in zip(which.starts, depths, strict=True)
-            ]
-        )
+        depths = nodes.depths
+        own = range(nodes.start, len(depths[0]))
+        starts = torch.tensor(nodes.root_entries)
+        positions = starts[:, None] + torch.tensor(depths)[:, nodes.start :]
         first: Any = self.head.layers[0]
         x, residual = first.input_projection(embedded, hidden)
         residual = residual.clone(memory_format=torch.contiguous_format)
         cos, sin = self.cos_sin
-        logits = kernels.forward(
+        logits = cpu.forward(
             residual,  # becomes the output of the last layer
             x.contiguous(),
             (cos[positions], sin[positions]),
-            first_slot=which.first_slot,
-            kv_lens=which.starts,
+            first_slot=nodes.first_slot,
+            kv_lens=nodes.root_entries,
             depths=depths,
-            ancestors=[tree.ancestor_bits(parents) for parents in which.parents],
-            tree_nodes=None if which.is_whole else [list(which.nodes)] * len(which.parents),
+            ancestors=[tree.ancestor_bits(parents) for parents in nodes.parents],
+            tree_nodes=[list(own)] * len(depths) if nodes.start else None,
             kv_only=kv_only,
         )
         output = self.head.norm(residual) if self.head.config.norm_output else residual
         return HeadOutput(output, logits)
 
     def _forward_torch(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        which: NodeRange,
-        depths: list[list[int]],
-        kv_only: bool,
+        self, embedded: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool
     ) -> HeadOutput:
-        starts = small_tensor(which.starts, torch.int64, self.device)
-        depth = small_tensor(depths, torch.int64, self.device)
+        starts = small_tensor(nodes.root_entries, torch.int64, self.device)
+        depths = small_tensor(nodes.depths, torch.int64, self.device)
         ancestors = None
-        if not which.is_chain:  # to find ancestors takes a device one kernel per node
-            ancestors = tree.ancestors(small_tensor(which.parents, torch.int64, self.device))
-        kv_len = max(which.starts) + which.nodes.stop
-        own = slice(which.nodes.start, which.nodes.stop)
-        mask = attention.distances(starts, depth, ancestors, kv_len)[:, :, own]
-        index = torch.arange(which.nodes.start, which.nodes.stop, device=self.device)
-        view = CacheView(self.cache, which.first_slot, starts[:, None] + index, kv_len, 0)
-        positions = (starts[:, None] + depth)[:, own]
-        num_outputs = 1 if kv_only else len(which.nodes)
+        if not nodes.is_chain:  # to find ancestors takes a device one kernel per node
+            ancestors = tree.ancestors(small_tensor(nodes.parents, torch.int64, self.device))
+        tree_size = depths.shape[1]
+        kv_len, own = max(nodes.root_entries) + tree_size, slice(nodes.start, tree_size)
+        mask = attention.distances(starts, depths, ancestors, kv_len)[:, :, own]
+        index = torch.arange(nodes.start, tree_size, device=self.device)
+        view = CacheView(self.cache, nodes.first_slot, starts[:, None] + index, kv_len, 0)
+        positions = (starts[:, None] + depths)[:, own]
+        num_outputs = 1 if kv_only else len(index)
         output = self.head_forward(embedded, hidden, positions, mask, view, num_outputs)
         return HeadOutput(output, output if kv_only else self.head.logits(output))
 
@@ -192,14 +183,3 @@ class EagleRunner:
             return mixed.transpose(1, 2)
 
         return self.head(embedded, hidden, positions, attend, num_outputs)  # type: ignore[no-any-return]
-
-
-def _new_cache(
-    head: EagleHead, target: ModelRunner, max_batch: int, scratch_entries: int
-) -> KVCache:
-    layer, head_dim = head.config.layer, head.config.head_dim
-    kv_heads = int(layer.num_key_value_heads)
-    shape = LayerKVShape(kv_heads, head_dim, kv_heads, head_dim)
-    shapes = [shape] * int(layer.num_hidden_layers)
-    num_entries = target.max_context + scratch_entries
-    return KVCache(shapes, max_batch, num_entries, head.norm.weight.dtype, target.device)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftahead.backends.llama_spec import LINEARS, SILU, LayerSpec, LlamaSpec
+from draftahead.backends.llama_spec import SILU, LlamaSpec, layer_spec
 from draftahead.drafters.eagle.head import EagleHead
 
 
@@ -27,34 +27,26 @@ class InputProjection(NamedTuple):
 
 def input_projection(head: EagleHead, embed: Any, full_vocabulary: bool) -> InputProjection | None:
     """None for heads that norm the hidden states twice, which no kernel of ours does."""
-    norm = _norm_before_fc(head)
-    if norm is None:
-        return None
-    first = list[Any](head.layers)[0]
-    return InputProjection(
-        fc=head.fc,
-        norm=norm[0],
-        norm_weights=norm[1],
-        embed=embed,
-        embed_norm=first.input_layernorm.weight,
-        hidden_norm=first.hidden_norm.weight,
-        norm_before_residual=head.config.norm_before_residual,
-        norm_output=head.config.norm_output,
-        draft_to_target=None if full_vocabulary else head.tokens,
-    )
-
-
-def _norm_before_fc(head: EagleHead) -> tuple[str, Tensor] | None:
     c = head.config
-    ones = head.norm.weight.new_ones(len(c.depths), c.target_hidden)
+    weights = head.norm.weight.new_ones(len(c.depths), c.target_hidden)
     if c.norm_each and c.norm_before_fuse:
         return None
     if c.norm_each:
-        weights = [norm.weight for norm in list[Any](head.fc_norm)]
-        return "each", torch.stack(weights).detach()
-    if c.norm_before_fuse:
-        return "all", head.input_norm.weight.detach().view_as(ones)
-    return "none", ones
+        weights = torch.stack([norm.weight for norm in list[Any](head.fc_norm)]).detach()
+    elif c.norm_before_fuse:
+        weights = head.input_norm.weight.detach().view_as(weights)
+    first = list[Any](head.layers)[0]
+    return InputProjection(
+        fc=head.fc,
+        norm="each" if c.norm_each else "all" if c.norm_before_fuse else "none",
+        norm_weights=weights,
+        embed=embed,
+        embed_norm=first.input_layernorm.weight,
+        hidden_norm=first.hidden_norm.weight,
+        norm_before_residual=c.norm_before_residual,
+        norm_output=c.norm_output,
+        draft_to_target=None if full_vocabulary else head.tokens,
+    )
 
 
 def head_spec(head: EagleHead) -> LlamaSpec:
@@ -64,7 +56,7 @@ def head_spec(head: EagleHead) -> LlamaSpec:
         model=head,
         embed=None,
         rotary=None,
-        layers=[_layer_spec(layer, c.head_dim) for layer in list[Any](head.layers)],
+        layers=[layer_spec(layer, c.head_dim**-0.5) for layer in list[Any](head.layers)],
         final_norm=head.norm.weight,
         lm_head=head.lm_head,
         norm_eps=float(c.layer.rms_norm_eps),
@@ -74,18 +66,4 @@ def head_spec(head: EagleHead) -> LlamaSpec:
         hidden_size=int(c.layer.hidden_size),
         intermediate_size=int(c.layer.intermediate_size),
         activation=SILU,
-    )
-
-
-def _layer_spec(layer: Any, head_dim: int) -> LayerSpec:
-    linears = [getattr(layer.self_attn, f"{name}_proj") for name in LINEARS[:4]]
-    linears += [getattr(layer.mlp, f"{name}_proj") for name in LINEARS[4:]]
-    return LayerSpec(
-        linears=dict(zip(LINEARS, linears, strict=True)),
-        input_norm=layer.input_layernorm.weight,
-        post_attention_norm=layer.post_attention_layernorm.weight,
-        q_norm=None,
-        k_norm=None,
-        sliding_window=0,
-        scaling=head_dim**-0.5,
     )

@@ -12,14 +12,13 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from draftahead.control.rates import Rates
 from draftahead.core import tree
+from draftahead.drafters.candidates import MIN_CONFIDENCE, CandidateNode
 
 LONGEST_MATCH = 16  # longer matches are treated alike: they are equally reliable
-MIN_CONFIDENCE = 0.02  # nodes below it do not repay their share of the verification
 # Suffixes of the text, the longest first, that vote on the next token. More of them find more
 # alternatives where the longest one has hardly occurred.
 MAX_MATCHES = 4
@@ -118,7 +117,7 @@ class AutomatonCursor:
 
 
 class MatchRates:
-    """How often a guess after a match of some length was accepted, lately."""
+    """How often a candidate after a match of some length was accepted, lately."""
 
     def __init__(self) -> None:
         # Short matches are often wrong, long ones hardly ever.
@@ -131,19 +130,6 @@ class MatchRates:
         self._rates.note(min(length, LONGEST_MATCH), accepted)
 
 
-@dataclass
-class SuffixNode:
-    """A guess, and where the automaton that knows it stands behind it."""
-
-    token: int
-    parent: int
-    depth: int
-    automaton: SuffixAutomaton
-    state: int
-    length: int  # of the match that it follows
-    confidence: float
-
-
 class Match(NamedTuple):
     """A suffix of the text that is being continued, found in that text or in another."""
 
@@ -151,6 +137,9 @@ class Match(NamedTuple):
     state: int
     length: int
     is_own: bool  # in the text itself, where one of its occurrences is the end, with no follower
+
+
+SuffixNode = CandidateNode[Match]  # its source: the match that includes its own token
 
 
 def build_tree(
@@ -161,26 +150,27 @@ def build_tree(
     At the root every match votes, the longer ones first: what one of them leaves open by its rate,
     the next one distributes. Below, each node continues in the automaton that it came from.
     """
+
+    def children(match: Match, parent: int, depth: int, confidence: float) -> Iterator[SuffixNode]:
+        for token, state, share in followers(match.automaton, match.state, is_end=match.is_own):
+            longer = Match(match.automaton, state, match.length + 1, False)
+            own = confidence * rates[match.length] * share
+            yield CandidateNode(token, parent, depth, own, longer)
+
+    def expand(node: SuffixNode, index: int) -> Iterable[SuffixNode]:
+        if node.depth == max_depth:
+            return ()
+        return children(node.source, index, node.depth + 1, node.confidence)
+
     roots: dict[int, SuffixNode] = {}
     rest = 1.0
     for match in sorted(matches, key=lambda match: -match.length)[:MAX_MATCHES]:
-        automaton, state, length, is_own = match
-        for token, then, share in followers(automaton, state, is_end=is_own):
-            confidence = rest * rates[length] * share
-            if token in roots:
-                roots[token].confidence += confidence
+        for node in children(match, 0, 1, rest):
+            if node.token in roots:
+                roots[node.token].confidence += node.confidence
             else:
-                roots[token] = SuffixNode(token, 0, 1, automaton, then, length, confidence)
-        rest *= 1 - rates[length]
-
-    def expand(node: SuffixNode, index: int) -> Iterator[SuffixNode]:
-        if node.depth == max_depth:
-            return
-        automaton, length = node.automaton, node.length + 1
-        for token, then, share in followers(automaton, node.state):
-            confidence = node.confidence * rates[length] * share
-            yield SuffixNode(token, index, node.depth + 1, automaton, then, length, confidence)
-
+                roots[node.token] = node
+        rest *= 1 - rates[match.length]
     return tree.best_first(roots.values(), expand, max_nodes, MIN_CONFIDENCE)
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from draftahead.core import tree
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
-from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.base import DrafterContext
+from draftahead.drafters.candidates import CandidateDrafter
 from draftahead.drafters.registry import register
 from draftahead.drafters.suffix.automaton import (
     AutomatonCursor,
@@ -26,7 +26,6 @@ from draftahead.drafters.suffix.automaton import (
 )
 from draftahead.errors import ConfigError
 
-MAX_NODES = 15  # drafted nodes, where the number is not asked for: what one forward takes cheaply
 # Tokens that are matched again in a shared automaton that was built anew: more find longer matches,
 # and LONGEST_MATCH of them would be enough but for texts that were dropped.
 REMATCHED_TOKENS = 64
@@ -39,7 +38,6 @@ class SequenceIndex:
         self.own = SuffixAutomaton()
         self.shared: SuffixAutomaton | None = None
         self.cursor = AutomatonCursor()
-        self.draft: list[SuffixNode] = []
 
     def extend(self, tokens: list[int], shared: SuffixAutomaton | None) -> list[Match]:
         """Adds what is new; returns all matches of the sequence's end."""
@@ -59,7 +57,7 @@ class SequenceIndex:
 
 
 @register("suffix")
-class Suffix(Drafter):
+class Suffix(CandidateDrafter[Match]):
     """Drafts what followed the longest matching suffix."""
 
     def __init__(
@@ -69,11 +67,7 @@ class Suffix(Drafter):
         num_speculative_tokens: int | None = None,
         shared_tokens: int = 0,
     ) -> None:
-        """Without a number of tokens, the policy verifies as many as pay."""
-        self.adaptive = num_speculative_tokens is None
-        self.max_nodes = positive(
-            "num_speculative_tokens", num_speculative_tokens, default=MAX_NODES
-        )
+        super().__init__(num_speculative_tokens)
         if not isinstance(shared_tokens, int) or shared_tokens < 0:
             raise ConfigError(f"shared_tokens must be 0 (off) or more, not {shared_tokens!r}")
         self.vocab_size = context.vocab_size
@@ -81,36 +75,26 @@ class Suffix(Drafter):
         self.rates = MatchRates()
         self._indexes: dict[int, SequenceIndex] = {}  # by sequence
 
-    def propose(self, batch: Batch) -> Draft | None:
-        trees, confidence = [], []
-        for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
-            index = self._indexes.setdefault(sequence.id, SequenceIndex())
-            namespace, shared = sequence.request.namespace, None
-            if namespace is not None and self.corpus is not None:
-                shared = self.corpus.automaton(namespace)
-            matches = index.extend(sequence.tokens, shared)
-            nodes = build_tree(matches, self.rates, self.max_nodes, max_depth) if max_depth else []
-            index.draft = nodes
-            trees.append([(node.token, node.parent) for node in nodes])
-            confidence.append([node.confidence for node in nodes])
-        if not any(trees):
-            return None
-        return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
+    def tree(self, sequence: SequenceState, max_depth: int) -> list[SuffixNode]:
+        index = self._indexes.setdefault(sequence.id, SequenceIndex())
+        namespace, shared = sequence.request.namespace, None
+        if namespace is not None and self.corpus is not None:
+            shared = self.corpus.automaton(namespace)
+        matches = index.extend(sequence.tokens, shared)
+        return build_tree(matches, self.rates, self.max_nodes, max_depth)
 
     def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
         """Wherever the parent was right, whether its most confident child was right as well."""
         for sequence, emitted in zip(batch.sequences, verdict.tokens, strict=True):
-            index = self._indexes.get(sequence.id)
-            nodes = index.draft if index else []
-            parents = [-1, *(node.parent for node in nodes)]
-            outcomes = tree.outcomes([-1, *(node.token for node in nodes)], parents, emitted)
-            for parent, children in enumerate(tree.children(parents, len(parents))):
-                if outcomes[parent] and children:
-                    best = max(children, key=lambda child: nodes[child - 1].confidence)
-                    if (accepted := outcomes[best]) is not None:
-                        self.rates.note(nodes[best - 1].length, accepted)
+            best: dict[int, tuple[SuffixNode, bool]] = {}  # by parent
+            for node, accepted in self.outcomes(sequence, emitted):
+                if node.parent not in best or node.confidence > best[node.parent][0].confidence:
+                    best[node.parent] = node, accepted
+            for node, accepted in best.values():
+                self.rates.note(node.source.length - 1, accepted)  # of the match before it
 
     def release(self, sequence: SequenceState) -> None:
+        super().release(sequence)
         self._indexes.pop(sequence.id, None)
         if self.corpus is not None and sequence.request.namespace is not None:
             self.corpus.add(sequence.request.namespace, sequence.output)

@@ -1,0 +1,67 @@
+"""Trees of candidates that need no forward: tables predict them, and the most confident ones are
+drafted. For `recycle` and `suffix`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from draftahead.core import tree
+from draftahead.core.draft import Draft
+from draftahead.core.types import Batch, SequenceState
+from draftahead.drafters.base import Drafter, positive
+
+MAX_NODES = 15  # drafted nodes, where the number is not asked for: what one forward takes cheaply
+MIN_CONFIDENCE = 0.02  # nodes below it do not repay their share of the verification
+
+Source = TypeVar("Source")
+
+
+@dataclass(slots=True)
+class CandidateNode(Generic[Source]):
+    token: int
+    parent: int  # index in the tree; the root is 0
+    depth: int
+    confidence: float
+    source: Source  # what predicted it
+
+
+class CandidateDrafter(Drafter, Generic[Source]):
+    """Drafts the tree of candidates of each sequence, and keeps it until its verdict."""
+
+    def __init__(self, num_speculative_tokens: int | None) -> None:
+        """Without a number of tokens, the policy verifies as many as pay."""
+        self.adaptive = num_speculative_tokens is None
+        self.max_nodes = positive(
+            "num_speculative_tokens", num_speculative_tokens, default=MAX_NODES
+        )
+        self._drafts: dict[int, list[CandidateNode[Source]]] = {}  # by sequence
+
+    def tree(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
+        """Nodes below the root, parents first; at most `max_nodes`."""
+        raise NotImplementedError
+
+    def propose(self, batch: Batch) -> Draft | None:
+        trees, confidence = [], []
+        for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
+            nodes = self._drafts[sequence.id] = self.tree(sequence, max_depth) if max_depth else []
+            trees.append([(node.token, node.parent) for node in nodes])
+            confidence.append([node.confidence for node in nodes])
+        if not any(trees):
+            return None
+        return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
+
+    def outcomes(
+        self, sequence: SequenceState, emitted: list[int]
+    ) -> Iterator[tuple[CandidateNode[Source], bool]]:
+        """Of every node whose parent was right, whether it was right as well."""
+        nodes = self._drafts.get(sequence.id, [])
+        tokens, parents = [-1, *(n.token for n in nodes)], [-1, *(n.parent for n in nodes)]
+        found = tree.outcomes(tokens, parents, emitted)
+        for node, outcome in zip(nodes, found[1:], strict=True):
+            if found[node.parent] and outcome is not None:
+                yield node, outcome
+
+    def release(self, sequence: SequenceState) -> None:
+        self._drafts.pop(sequence.id, None)
