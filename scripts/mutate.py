@@ -63,7 +63,7 @@ SAMPLING: Gate = (
 CORE: Gate = (["tests/core"], [*SAMPLING[0], *ACCEPTANCE[0], *_files("engine", "drafter_faults")])
 ENGINE: Gate = (
     ["tests/core", *_files("engine", "scheduler drafter_isolation target_faults")],
-    _files("engine", "slots replay drafter_faults"),
+    _files("engine", "slots replay drafter_faults") + _files("llm", "generate logprobs"),
 )
 CACHE: Gate = (
     ["tests/kv", *_files("models", "runner support hidden_states"), *_files("engine", "replay")],

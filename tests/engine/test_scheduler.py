@@ -269,14 +269,14 @@ def test_the_last_sequence_moves_into_a_slot_that_became_free() -> None:
 
 def test_the_slot_of_a_sequence_with_an_error_is_cleared() -> None:
     """Before the swap: NaN must not stay behind in any slot."""
-    verifier = Recording(2)
-    scheduler, two = scheduler_of(verifier), [sequence(0), sequence(1)]
-    scheduler.add(two)
+    verifier = Recording(3)
+    scheduler, three = scheduler_of(verifier), [sequence(i) for i in range(3)]
+    scheduler.add(three)
     scheduler.schedule()
     verifier.calls.clear()
-    two[0].finish_reason = "error"
-    scheduler.remove(two[0])
-    assert verifier.calls == [("clear", 0), ("swap", 0, 1)]
+    three[1].finish_reason = "error"
+    scheduler.remove(three[1])
+    assert verifier.calls == [("clear", 1), ("swap", 1, 2)]
 
 
 def test_a_draft_leaves_room_for_the_targets_own_token() -> None:
