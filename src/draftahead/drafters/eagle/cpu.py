@@ -1,28 +1,22 @@
-"""An EAGLE head on the CPU: its forward passes and its draft trees, by our kernels.
-
-CpuEagleHead.forward      one forward over (hidden, token) inputs or nodes of a tree
-CpuEagleHead.build_trees  the inputs that are missing and whole trees, in one C++ call
-"""
+"""An EAGLE head on the CPU by our kernels, with low-rank screening of its LM head."""
 
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import UnsupportedSpecError, is_plain
+from draftahead.backends.base import UnsupportedSpecError
 from draftahead.backends.cpu import abi
 from draftahead.backends.cpu.kernels import MAX_NODES, Nodes, Outputs, bind
-from draftahead.backends.cpu.linear import Int8Linear, is_supported, unpack, weights_of
+from draftahead.backends.cpu.linear import Int8Linear, unpack, weights_of
 from draftahead.backends.cpu.threads import num_threads
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.screening import Screening
-from draftahead.drafters.eagle.spec import InputProjection
 from draftahead.kv.cache import KVCache
 
 # Blocks of 32 tokens of which at least one becomes a candidate, and so the fewest candidates: more
@@ -30,35 +24,6 @@ from draftahead.kv.cache import KVCache
 MIN_BLOCKS = 128
 
 CosSin = tuple[Tensor, Tensor]  # rotary angles [..., head_dim]
-
-
-class MissingInputs(NamedTuple):
-    """(hidden, token) inputs that a head has not read yet, one sequence per slot."""
-
-    hidden: Tensor  # [slots, 1, entries, captured * H'] the target's captured hidden states
-    hidden_indices: tuple[int, ...]  # which of the captured states fc combines
-    tokens: Sequence[Sequence[int]]  # the last of each sequence is the root
-
-
-class TreeOptions(NamedTuple):
-    """Size of draft trees: see TreeArgs in csrc/abi.h."""
-
-    max_levels: int
-    nodes_per_level: int
-    num_children: int
-    min_confidence: float
-    min_level_confidence: float
-
-    @property
-    def max_nodes(self) -> int:
-        return 1 + self.num_children * (1 + self.nodes_per_level * self.max_levels)
-
-
-class BuiltTrees(NamedTuple):
-    levels: int  # below the first, which is of the root's children
-    seconds: float  # that these levels took
-    trees: list[list[tuple[int, int]]]  # (token, parent), parents first; parent 0 is the root
-    confidence: list[list[float]]
 
 
 class CpuEagleHead:
@@ -137,88 +102,13 @@ class CpuEagleHead:
         )
         return outputs.logits
 
-    def build_trees(
-        self,
-        projection: InputProjection,
-        cos_sin: CosSin,
-        inputs: MissingInputs,
-        *,
-        root_entries: Sequence[int],
-        max_depths: Sequence[int],
-        options: TreeOptions,
-    ) -> BuiltTrees:
-        """Reads the missing inputs and builds a tree below each root, whose input lies in KV entry
-        `root_entries` [B]: the trees that TreeBuilder builds for greedy sequences."""
-        num_slots, max_nodes = len(root_entries), options.max_nodes
-        roots, depths = _int64s(root_entries), _int64s(max_depths)
-        num_nodes, tokens, parents = (
-            _int64s([0] * count) for count in (num_slots, *[num_slots * max_nodes] * 2)
+    def build_trees(self, args: abi.TreeArgs) -> int:
+        """Builds trees where `args` says; returns their levels, without that of the roots'
+        children."""
+        library, threads = self._kernels.library, num_threads()
+        return int(
+            library.draftahead_build_trees(ctypes.byref(self._model), ctypes.byref(args), threads)
         )
-        confidence = (ctypes.c_float * (num_slots * max_nodes))()
-        head_inputs, kept = _head_inputs(projection, inputs)
-        draft_to_target = projection.draft_to_target
-        args = abi.TreeArgs(
-            **options._asdict(),
-            num_slots=num_slots,
-            root_entries=ctypes.addressof(roots),
-            max_depths=ctypes.addressof(depths),
-            draft_to_target=None if draft_to_target is None else draft_to_target.data_ptr(),
-            embeddings=projection.embed.weight.data_ptr(),
-            embed_norm=projection.embed_norm.data_ptr(),
-            hidden_norm=projection.hidden_norm.data_ptr(),
-            norm_before_residual=projection.norm_before_residual,
-            norm_output=projection.norm_output,
-            cos=cos_sin[0].data_ptr(),
-            sin=cos_sin[1].data_ptr(),
-            inputs=ctypes.addressof(head_inputs),
-            max_nodes=max_nodes,
-            num_nodes=ctypes.addressof(num_nodes),
-            tokens=ctypes.addressof(tokens),
-            parents=ctypes.addressof(parents),
-            confidence=ctypes.addressof(confidence),
-        )
-        start = time.perf_counter()
-        levels = self._kernels.library.draftahead_build_trees(
-            ctypes.byref(self._model), ctypes.byref(args), num_threads()
-        )
-        seconds = time.perf_counter() - start - args.inputs_seconds
-        del kept  # read until here
-        parts = [slice(b * max_nodes + 1, b * max_nodes + num_nodes[b]) for b in range(num_slots)]
-        return BuiltTrees(
-            levels=int(levels),
-            seconds=seconds,
-            trees=[list(zip(tokens[part], parents[part], strict=True)) for part in parts],
-            confidence=[confidence[part] for part in parts],
-        )
-
-
-def _head_inputs(
-    projection: InputProjection, inputs: MissingInputs
-) -> tuple[abi.HeadInputs, list[Any]]:
-    """The struct, and the objects whose addresses it holds."""
-    most = max(map(len, inputs.tokens))
-    padded = [token for one in inputs.tokens for token in [*one, *[0] * (most - len(one))]]
-    num_inputs, tokens = _int64s([len(one) for one in inputs.tokens]), _int64s(padded)
-    indices = _int64s(inputs.hidden_indices)
-    head_inputs = abi.HeadInputs(
-        hidden=inputs.hidden.data_ptr(),
-        num_entries=inputs.hidden.shape[2],
-        entry_stride=inputs.hidden.shape[3],
-        num_hidden=len(indices),
-        target_hidden_size=projection.norm_weights.shape[1],
-        hidden_indices=ctypes.addressof(indices),
-        norm=abi.INPUT_NORMS.index(projection.norm),
-        norm_weights=projection.norm_weights.data_ptr(),
-        fc=weights_of(projection.fc),
-        max_inputs=most,
-        num_inputs=ctypes.addressof(num_inputs),
-        tokens=ctypes.addressof(tokens),
-    )
-    return head_inputs, [num_inputs, tokens, indices]
-
-
-def _int64s(numbers: Sequence[int]) -> Any:
-    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -235,11 +125,3 @@ def cpu_eagle_head(head: EagleHead, spec: LlamaSpec, cache: KVCache) -> CpuEagle
         return CpuEagleHead(spec, cache, head.screening)
     except UnsupportedSpecError:
         return None
-
-
-def can_build_trees(projection: InputProjection | None) -> bool:
-    """Whether the kernels can read inputs through this projection by themselves."""
-    if projection is None or type(projection.embed) is not nn.Embedding:
-        return False
-    is_float32 = is_plain(projection.embed.weight, torch.float32, "cpu")
-    return is_float32 and is_supported(projection.fc)

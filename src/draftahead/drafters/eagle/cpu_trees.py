@@ -6,18 +6,21 @@ as long again. The trees are those that TreeBuilder builds with HeadTrees.
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from draftahead.backends.base import is_plain
+from draftahead.backends.cpu import abi
+from draftahead.backends.cpu.linear import is_supported, weights_of
+from draftahead.core.device import padded
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.eagle.cpu import (
-    CpuEagleHead,
-    MissingInputs,
-    TreeOptions,
-    can_build_trees,
-)
+from draftahead.drafters.eagle.cpu import CpuEagleHead
 from draftahead.drafters.eagle.prefill import CPU_CHUNK, MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.eagle.spec import InputProjection, input_projection
@@ -43,7 +46,7 @@ class CpuTreeBuilder:
         if runner.cpu is None:
             return None
         projection = input_projection(runner.head, runner.embed, runner.draft_tokens is None)
-        if projection is None or not can_build_trees(projection):
+        if projection is None or not _is_supported(projection):
             return None
         return CpuTreeBuilder(runner, prefill, runner.cpu, projection)
 
@@ -63,31 +66,93 @@ class CpuTreeBuilder:
         builder: TreeBuilder,
     ) -> Draft | None:
         """The draft that `builder` would build, which is told of the time."""
-        runner, target = self._runner, self._runner.target
-        most = min(MAX_MISSING, CPU_CHUNK // len(batch.sequences))
+        runner, num_slots = self._runner, len(batch.sequences)
+        most = min(MAX_MISSING, CPU_CHUNK // num_slots)
         missing = self._prefill.missing(batch.sequences, has_inputs, most)
-        target.cache.flush()
-        hidden, held = target.cache.hidden, runner.cache.tokens_in
-        assert hidden is not None
-        found = self._kernels.build_trees(
-            self._projection,
-            runner.cos_sin,
-            MissingInputs(hidden, target.captured_index(runner.head.config.depths), missing),
-            root_entries=[len(held[slot]) + len(one) - 1 for slot, one in enumerate(missing)],
-            max_depths=max_depths,
-            options=TreeOptions(
-                max_levels=builder.max_depth,
-                nodes_per_level=builder.expanded_per_level,
-                num_children=CHILDREN,
-                min_confidence=MIN_CONFIDENCE,
-                min_level_confidence=builder.needed_confidence(batch),
-            ),
+        runner.target.cache.flush()
+        held = runner.cache.tokens_in
+        root_entries = [len(held[slot]) + len(own) - 1 for slot, own in enumerate(missing)]
+        max_nodes = 1 + CHILDREN * (1 + builder.expanded_per_level * builder.max_depth)
+        arrays = {
+            "root_entries": torch.tensor(root_entries),
+            "max_depths": torch.tensor(max_depths),
+            "num_nodes": torch.zeros(num_slots, dtype=torch.int64),
+            "tokens": torch.zeros(num_slots, max_nodes, dtype=torch.int64),
+            "parents": torch.zeros(num_slots, max_nodes, dtype=torch.int64),
+            "confidence": torch.zeros(num_slots, max_nodes),
+        }
+        inputs, kept = self._head_inputs(missing)
+        args = abi.TreeArgs(
+            num_slots=num_slots,
+            max_levels=builder.max_depth,
+            nodes_per_level=builder.expanded_per_level,
+            num_children=CHILDREN,
+            min_confidence=MIN_CONFIDENCE,
+            min_level_confidence=builder.needed_confidence(batch),
+            inputs=ctypes.addressof(inputs),
+            max_nodes=max_nodes,
+            **self._head_fields(),
+            **{name: tensor.data_ptr() for name, tensor in arrays.items()},
         )
+        start = time.perf_counter()
+        levels = self._kernels.build_trees(args)
+        seconds = time.perf_counter() - start - args.inputs_seconds
+        del kept  # read until here
         self._prefill.commit(missing)
-        if found.levels:
-            builder.note_level(found.seconds / found.levels)
-        if found.levels < builder.max_depth - 1:
+        if levels:
+            builder.note_level(seconds / levels)
+        if levels < builder.max_depth - 1:
             builder.note_stop()
-        if not any(found.trees):
+        sizes = arrays["num_nodes"].tolist()
+        tokens, parents, confidence = (
+            [row[1:size] for row, size in zip(arrays[name].tolist(), sizes, strict=True)]
+            for name in ("tokens", "parents", "confidence")
+        )
+        if not any(tokens):
             return None
-        return Draft.trees(batch.roots, found.trees, found.confidence)
+        pairs = [list(zip(*both, strict=True)) for both in zip(tokens, parents, strict=True)]
+        return Draft.trees(batch.roots, pairs, confidence)
+
+    def _head_fields(self) -> dict[str, Any]:
+        """The fields of TreeArgs that tell of the head."""
+        head, (cos, sin) = self._projection, self._runner.cos_sin
+        vocabulary = head.draft_to_target
+        return {
+            "draft_to_target": None if vocabulary is None else vocabulary.data_ptr(),
+            "embeddings": head.embed.weight.data_ptr(),
+            "embed_norm": head.embed_norm.data_ptr(),
+            "hidden_norm": head.hidden_norm.data_ptr(),
+            "norm_before_residual": head.norm_before_residual,
+            "norm_output": head.norm_output,
+            "cos": cos.data_ptr(),
+            "sin": sin.data_ptr(),
+        }
+
+    def _head_inputs(self, tokens: Sequence[list[int]]) -> tuple[abi.HeadInputs, list[Tensor]]:
+        """The (hidden, token) inputs that are missing, and the tensors that hold them."""
+        target, projection = self._runner.target, self._projection
+        hidden = target.cache.hidden
+        assert hidden is not None
+        indices = torch.tensor(target.captured_index(self._runner.head.config.depths))
+        num_inputs, rows = torch.tensor([len(own) for own in tokens]), padded(tokens)
+        inputs = abi.HeadInputs(
+            hidden=hidden.data_ptr(),
+            num_entries=hidden.shape[2],
+            entry_stride=hidden.shape[3],
+            num_hidden=len(indices),
+            target_hidden_size=projection.norm_weights.shape[1],
+            hidden_indices=indices.data_ptr(),
+            norm=abi.INPUT_NORMS.index(projection.norm),
+            norm_weights=projection.norm_weights.data_ptr(),
+            fc=weights_of(projection.fc),
+            max_inputs=rows.shape[1],
+            num_inputs=num_inputs.data_ptr(),
+            tokens=rows.data_ptr(),
+        )
+        return inputs, [indices, num_inputs, rows]
+
+
+def _is_supported(projection: InputProjection) -> bool:
+    """Whether the kernels can read inputs through this projection by themselves."""
+    embed, is_table = projection.embed, type(projection.embed) is nn.Embedding
+    return is_table and is_plain(embed.weight, torch.float32, "cpu") and is_supported(projection.fc)

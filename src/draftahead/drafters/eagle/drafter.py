@@ -96,20 +96,16 @@ class Eagle(DeviceDrafter):
         if self.adaptive and by_kernels is not None and by_kernels.supports(batch, self.builder):
             return by_kernels.build(batch, has_inputs, max_depths, self.builder)
         head_trees = start_trees(self.runner, self.prefill, batch.sequences, has_inputs)
-        if self.adaptive:
-            return self._build_trees(batch, head_trees, max_depths)
-        if self.tree is not None:
-            unpriced = dataclasses.replace(batch, step_cost=None)
-            draft = self._build_trees(unpriced, head_trees, max_depths)
-            return None if draft is None else _most_confident(draft, self.tree)
-        self._sample_chains(batch, head_trees, max_depths)
-        return None  # the draft sampler holds the draft
-
-    def _build_trees(
-        self, batch: Batch, head_trees: HeadTrees, max_depths: Sequence[int]
-    ) -> Draft | None:
+        if not self.adaptive and self.tree is None:
+            self._sample_chains(batch, head_trees, max_depths)
+            return None  # the draft sampler holds the draft
+        priced = batch if self.adaptive else dataclasses.replace(batch, step_cost=None)
         logits, tokens = head_trees.root_logits, self.runner.draft_tokens
-        return self.builder.build(batch, logits, head_trees.expand, max_depths, tokens)
+        draft = self.builder.build(priced, logits, head_trees.expand, max_depths, tokens)
+        if self.tree is None or draft is None or draft.confidence is None:
+            return draft
+        part = draft.part([trees.most_confident(own, self.tree) for own in draft.confidence])
+        return dataclasses.replace(part, confidence=None)  # they are verified as they are
 
     def _sample_chains(
         self, batch: Batch, head_trees: HeadTrees, max_depths: Sequence[int]
@@ -169,13 +165,6 @@ class Eagle(DeviceDrafter):
 def _has_inputs(batch: Batch) -> list[bool]:
     """An input needs the hidden states of a token before the root."""
     return [len(sequence.tokens) > 1 for sequence in batch.sequences]
-
-
-def _most_confident(draft: Draft, count: int) -> Draft:
-    """The most confident nodes of each tree, without confidence: they are verified as they are."""
-    assert draft.confidence is not None
-    part = draft.part([trees.most_confident(values, count) for values in draft.confidence])
-    return dataclasses.replace(part, confidence=None)
 
 
 def _head(model: Any, target: Any) -> EagleHead:
