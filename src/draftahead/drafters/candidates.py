@@ -33,19 +33,20 @@ class CandidateDrafter(Drafter, Generic[Source]):
     def __init__(self, num_speculative_tokens: int | None) -> None:
         """Without a number of tokens, the policy verifies as many as pay."""
         self.adaptive = num_speculative_tokens is None
-        self.max_nodes = positive(
-            "num_speculative_tokens", num_speculative_tokens, default=MAX_NODES
-        )
+        name = "num_speculative_tokens"
+        self.max_nodes = positive(name, num_speculative_tokens, default=MAX_NODES)
         self._drafts: dict[int, list[CandidateNode[Source]]] = {}  # by sequence
 
-    def tree(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
+    def candidates(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
         """Nodes below the root, parents first; at most `max_nodes`."""
         raise NotImplementedError
 
     def propose(self, batch: Batch) -> Draft | None:
         trees, confidence = [], []
         for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
-            nodes = self._drafts[sequence.id] = self.tree(sequence, max_depth) if max_depth else []
+            nodes = self._drafts[sequence.id] = (
+                self.candidates(sequence, max_depth) if max_depth else []
+            )
             trees.append([(node.token, node.parent) for node in nodes])
             confidence.append([node.confidence for node in nodes])
         if not any(trees):

@@ -34,15 +34,9 @@ class NgramIndex:
             if size <= len(tokens):
                 start = self._next.get(tuple(tokens[len(tokens) - size :]))
                 if start is not None:
-                    return _copied(tokens, start, count)
+                    period = len(tokens) - start  # at the end of the sequence it repeats itself
+                    return [tokens[start + offset % period] for offset in range(count)]
         return []
-
-
-def _copied(tokens: list[int], start: int, count: int) -> list[int]:
-    """`count` tokens from `start` on; a copy that reaches the end of the sequence repeats
-    itself."""
-    period = len(tokens) - start
-    return [tokens[start + offset % period] for offset in range(count)]
 
 
 @register("lookup", synonyms=("ngram",))
@@ -68,18 +62,13 @@ class Lookup(Drafter):
         self._indexes: dict[int, NgramIndex] = {}  # by sequence
 
     def propose(self, batch: Batch) -> Draft | None:
-        guesses = [
-            self._continuation(sequence, min(self.count, depth))
-            for sequence, depth in zip(batch.sequences, batch.max_depths, strict=True)
-        ]
-        return Draft.chains(batch.roots, guesses) if any(guesses) else None
-
-    def _continuation(self, sequence: SequenceState, count: int) -> list[int]:
-        index = self._indexes.get(sequence.id)
-        if index is None:
-            index = self._indexes[sequence.id] = NgramIndex(self.shortest, self.longest)
-        index.extend(sequence.tokens)
-        return index.continuation(sequence.tokens, count)
+        chains = []
+        for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
+            index = self._indexes.get(sequence.id) or NgramIndex(self.shortest, self.longest)
+            self._indexes[sequence.id] = index
+            index.extend(sequence.tokens)
+            chains.append(index.continuation(sequence.tokens, min(self.count, max_depth)))
+        return Draft.chains(batch.roots, chains) if any(chains) else None
 
     def release(self, sequence: SequenceState) -> None:
         self._indexes.pop(sequence.id, None)

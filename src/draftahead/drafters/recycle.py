@@ -10,10 +10,9 @@ smollm2).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -35,16 +34,7 @@ MAX_NAMESPACES = 64  # remembered; the least recently used is dropped
 INITIAL_RATES = {True: (0.45, 0.15, 0.08, 0.05), False: (0.25, 0.10, 0.06, 0.04)}
 
 Memory = dict[int, list[int]]  # token -> its successors, the most likely first
-
-
-class Source(NamedTuple):
-    """Where a candidate comes from."""
-
-    remembered: bool  # or from the table
-    rank: int  # among the successors
-
-
-SOURCES = {kind: [Source(kind, rank) for rank in range(SUCCESSORS)] for kind in (True, False)}
+Source = tuple[bool, int]  # whether remembered, or from the table; rank among the successors
 
 
 @register("recycle")
@@ -68,30 +58,24 @@ class Recycle(CandidateDrafter[Source]):
                 self.table = read_table(context.successors, context.vocab_size)
         self.shared = shared
         self.rates: Rates[Source] = Rates(
-            lambda source: INITIAL_RATES[source.remembered][source.rank], worth=16.0, fade=0.99
+            lambda source: INITIAL_RATES[source[0]][source[1]], worth=16.0, fade=0.99
         )
         self._own: dict[int, Memory] = {}  # by sequence
         self._shared: OrderedDict[str, Memory] = OrderedDict()  # by namespace
 
-    def tree(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
+    def candidates(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
         memory = self._memory(sequence)
 
-        def children(
-            token: int, parent: int, depth: int, confidence: float
-        ) -> Iterator[CandidateNode[Source]]:
-            is_remembered = token in memory
-            successors = memory[token] if is_remembered else self.table.get(token, ())
-            for source, successor in zip(SOURCES[is_remembered], successors, strict=False):
-                own = confidence * self.rates[source]
-                yield CandidateNode(successor, parent, depth, own, source)
+        def children(node: CandidateNode[Source], index: int) -> Iterator[CandidateNode[Source]]:
+            is_remembered = node.token in memory
+            successors = memory[node.token] if is_remembered else self.table.get(node.token, ())
+            for rank, token in enumerate(successors if node.depth < max_depth else ()):
+                source = is_remembered, rank
+                confidence = node.confidence * self.rates[source]
+                yield CandidateNode(token, index, node.depth + 1, confidence, source)
 
-        def expand(node: CandidateNode[Source], index: int) -> Iterable[CandidateNode[Source]]:
-            if node.depth == max_depth:
-                return ()
-            return children(node.token, index, node.depth + 1, node.confidence)
-
-        roots = children(sequence.tokens[-1], 0, 1, 1.0)
-        return tree.best_first(roots, expand, self.max_nodes, MIN_CONFIDENCE)
+        root = CandidateNode(sequence.tokens[-1], -1, 0, 1.0, (True, 0))
+        return tree.best_first(children(root, 0), children, self.max_nodes, MIN_CONFIDENCE)
 
     def _memory(self, sequence: SequenceState) -> Memory:
         namespace = sequence.request.namespace

@@ -143,10 +143,10 @@ def test_the_shared_corpus_is_bounded_and_drops_the_oldest_texts() -> None:
     for number in range(20):
         corpus.add("a" if number % 2 else "b", [number] * 10)
         assert corpus.num_tokens <= 100
-    kept = [text[0] for _, text in corpus.texts()]
+    kept = [text[0] for _, text in corpus.texts]
     assert kept == sorted(kept)
     assert kept[-1] == 19
     assert 0 not in kept
     for namespace in "ab":
         known = {token for state in corpus.automaton(namespace).next for token in state} - {-1}
-        assert known == {text[0] for owner, text in corpus.texts() if owner == namespace}
+        assert known == {text[0] for owner, text in corpus.texts if owner == namespace}

@@ -42,9 +42,9 @@ def test_earlier_outputs_draft_for_their_own_namespace_only(target: Any) -> None
     with_own = accepted(llm, "ann")
     assert with_own > max(alone, 25)  # the same text once more
     assert accepted(llm, "bob") < with_own
-    before = len(llm.engine.drafter.corpus.texts())  # type: ignore[attr-defined]
+    before = len(llm.engine.drafter.corpus.texts)  # type: ignore[attr-defined]
     accepted(llm, None)
-    assert len(llm.engine.drafter.corpus.texts()) == before  # type: ignore[attr-defined]
+    assert len(llm.engine.drafter.corpus.texts) == before  # type: ignore[attr-defined]
 
 
 def test_earlier_outputs_can_be_saved_and_loaded(target: Any, tmp_path: Path) -> None:

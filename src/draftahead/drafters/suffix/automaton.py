@@ -9,8 +9,7 @@ confident nodes become a tree: the longer the match, the deeper it goes.
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,8 +34,7 @@ class SuffixAutomaton:
     def __init__(self) -> None:
         self.next: list[dict[int, int]] = [{}]
         self.link, self.length, self.count = [-1], [0], [0]
-        self.last = 0
-        self.size = 0  # tokens so far
+        self.last = self.size = 0  # state of the whole text; tokens so far
 
     def extend(self, token: int) -> None:
         state = self._new({}, self.length[self.last] + 1)
@@ -44,20 +42,16 @@ class SuffixAutomaton:
         while at != -1 and token not in self.next[at]:
             self.next[at][token] = state
             at = self.link[at]
-        if at == -1:
-            self.link[state] = 0
-        else:
+        if at != -1:
             found = self.next[at][token]
-            if self.length[at] + 1 == self.length[found]:
-                self.link[state] = found
-            else:
-                self.link[state] = self._split(at, token, found)
+            is_longest = self.length[at] + 1 == self.length[found]
+            self.link[state] = found if is_longest else self._split(at, token, found)
         self.last, self.size = state, self.size + 1
         for _ in range(MAX_COUNTED):  # every suffix occurs once more
-            if state <= 0:
-                break
             self.count[state] += 1
             state = self.link[state]
+            if state <= 0:
+                break
 
     def _new(self, transitions: dict[int, int], length: int) -> int:
         self.next.append(transitions)
@@ -188,8 +182,6 @@ def followers(
         for token, then in automaton.next[state].items()
         if token != SEPARATOR
     ]
-    if len(found) == 1:  # the usual case
-        return found
     return heapq.nlargest(MAX_CHILDREN, found, key=lambda item: item[2])
 
 
@@ -200,41 +192,32 @@ class SharedCorpus:
     """Earlier outputs by namespace, bounded in tokens: the oldest are dropped first."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self._texts: OrderedDict[tuple[str, int], tuple[int, ...]] = OrderedDict()
-        self._number = itertools.count()
+        self.max_tokens, self.num_tokens = max_tokens, 0
+        self.texts: deque[tuple[str, tuple[int, ...]]] = deque()  # with the namespace of each
         self._automata: dict[str, SuffixAutomaton] = {}
-        self.num_tokens = 0
 
     def add(self, namespace: str, tokens: Sequence[int]) -> None:
         text = tuple(tokens[: self.max_tokens])
         if not text:
             return
-        self._texts[namespace, next(self._number)] = text
+        self.texts.append((namespace, text))
         self.num_tokens += len(text)
         if self.num_tokens > self.max_tokens:
-            self._evict()
+            # Down to half: an automaton cannot forget, so it is built anew, and not too often.
+            while self.num_tokens > self.max_tokens // 2 and len(self.texts) > 1:
+                self.num_tokens -= len(self.texts.popleft()[1])
+            self._automata.clear()
         elif namespace in self._automata:
             _append(self._automata[namespace], text)
-
-    def _evict(self) -> None:
-        """Down to half: an automaton cannot forget, so it is built anew, and not too often."""
-        while self.num_tokens > self.max_tokens // 2 and len(self._texts) > 1:
-            _, text = self._texts.popitem(last=False)
-            self.num_tokens -= len(text)
-        self._automata.clear()
 
     def automaton(self, namespace: str) -> SuffixAutomaton:
         """All that is kept of a namespace, one text after another."""
         if namespace not in self._automata:
             found = self._automata[namespace] = SuffixAutomaton()
-            for (owner, _), text in self._texts.items():
+            for owner, text in self.texts:
                 if owner == namespace:
                     _append(found, text)
         return self._automata[namespace]
-
-    def texts(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(namespace, text) for (namespace, _), text in self._texts.items()]
 
 
 def _append(automaton: SuffixAutomaton, text: Sequence[int]) -> None:

@@ -75,7 +75,7 @@ class Suffix(CandidateDrafter[Match]):
         self.rates = MatchRates()
         self._indexes: dict[int, SequenceIndex] = {}  # by sequence
 
-    def tree(self, sequence: SequenceState, max_depth: int) -> list[SuffixNode]:
+    def candidates(self, sequence: SequenceState, max_depth: int) -> list[SuffixNode]:
         index = self._indexes.setdefault(sequence.id, SequenceIndex())
         namespace, shared = sequence.request.namespace, None
         if namespace is not None and self.corpus is not None:
@@ -103,18 +103,15 @@ class Suffix(CandidateDrafter[Match]):
 
     def save(self, file: str | Path) -> None:
         """Writes the shared corpus, one text per line."""
-        if self.corpus is None:
-            raise ConfigError("this drafter shares nothing: give it shared_tokens")
         lines = [
-            json.dumps({"namespace": name, "vocab_size": self.vocab_size, "tokens": text})
-            for name, text in self.corpus.texts()
+            json.dumps({"namespace": name, "vocab_size": self.vocab_size, "tokens": text}) + "\n"
+            for name, text in self._shared_corpus().texts
         ]
-        Path(file).write_text("".join(line + "\n" for line in lines), "utf-8")
+        Path(file).write_text("".join(lines), "utf-8")
 
     def load(self, file: str | Path) -> None:
         """Adds what `save` wrote, by a drafter of the same vocabulary."""
-        if self.corpus is None:
-            raise ConfigError("this drafter shares nothing: give it shared_tokens")
+        corpus = self._shared_corpus()
         for number, line in enumerate(Path(file).read_text("utf-8").splitlines(), start=1):
             try:
                 entry = json.loads(line)
@@ -125,4 +122,9 @@ class Suffix(CandidateDrafter[Match]):
                 raise ConfigError(f"{file}, line {number}: no saved text ({error})") from None
             if not fits or not all(0 <= token < self.vocab_size for token in tokens):
                 raise ConfigError(f"{file}, line {number}: of another vocabulary")
-            self.corpus.add(namespace, tokens)
+            corpus.add(namespace, tokens)
+
+    def _shared_corpus(self) -> SharedCorpus:
+        if self.corpus is None:
+            raise ConfigError("this drafter shares nothing: give it shared_tokens")
+        return self.corpus
