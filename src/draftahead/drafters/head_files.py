@@ -71,6 +71,14 @@ def tensors_in(weights: Path, select: Callable[[list[str]], list[str]]) -> dict[
     return {name: tensors[name] for name in select(list(tensors))}
 
 
+def check_tokens(tokens: Tensor, vocab_size: int, name: str) -> None:
+    """Refuses a draft vocabulary [D] that is no list of the target's tokens."""
+    if tokens.is_floating_point() or tokens.ndim != 1 or not len(tokens):
+        raise ConfigError(f"{name} is no list of tokens")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ConfigError(f"{name} points outside the target's vocabulary of {vocab_size}")
+
+
 # ----------------------------------------------------------------------------------- writing
 
 
@@ -82,8 +90,10 @@ def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     part.replace(file)
 
 
-def write_config(config: dict[str, Any], folder: Path) -> None:
-    """Atomically, like write_tensors."""
+def write_head(folder: Path, name: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Weights and configuration; each file atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(tensors, folder / name)
     part = folder / f"{CONFIG}.part"
     part.write_text(json.dumps(config, indent=1) + "\n", "utf-8")
     part.replace(folder / CONFIG)

@@ -133,7 +133,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "negative epsilon": (config_with(rms_norm_eps=-1.0), NO_ADAPTER),
     "an unknown field": (config_with(extra=1), NO_ADAPTER),
     "another rank": (config_with(rank=7), DAMAGED),
-    "foreign tokens": (foreign_tokens, "outside a vocabulary of 97"),
+    "foreign tokens": (foreign_tokens, "outside the target's vocabulary of 97"),
 }
 
 

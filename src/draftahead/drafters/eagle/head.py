@@ -50,8 +50,7 @@ class EagleConfig:
 
     @property
     def head_dim(self) -> int:
-        stated = getattr(self.layer, "head_dim", None)
-        return int(stated or self.layer.hidden_size // self.layer.num_attention_heads)
+        return int(self.layer.head_dim)
 
 
 class EagleAttention(nn.Module):
@@ -60,9 +59,8 @@ class EagleAttention(nn.Module):
     def __init__(self, config: EagleConfig, input_size: int) -> None:
         super().__init__()
         c, head_dim = config.layer, config.head_dim
-        bias = bool(getattr(c, "attention_bias", False))
-        self.num_heads = int(c.num_attention_heads)
-        self.num_kv_heads = int(c.num_key_value_heads)
+        bias = bool(c.attention_bias)
+        self.num_heads, self.num_kv_heads = int(c.num_attention_heads), int(c.num_key_value_heads)
         self.q_proj = nn.Linear(input_size, self.num_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, self.num_kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, self.num_kv_heads * head_dim, bias=bias)
@@ -229,8 +227,8 @@ def _layer_config(text: Any, layers: int, intermediate_size: int | None) -> Llam
         intermediate_size=intermediate_size or own_size,
         num_hidden_layers=layers,
         num_attention_heads=text.num_attention_heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None),
+        head_dim=getattr(text, "head_dim", None),
         vocab_size=text.vocab_size,
         max_position_embeddings=text.max_position_embeddings,
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),

@@ -19,12 +19,12 @@ from draftahead.backends.cpu.linear import output_subset
 from draftahead.drafters.eagle import screening
 from draftahead.drafters.eagle.head import EagleConfig, EagleHead
 from draftahead.drafters.head_files import (
+    check_tokens,
     config_beside,
     dequantized_state,
     find_weights,
     tensors_in,
-    write_config,
-    write_tensors,
+    write_head,
 )
 from draftahead.errors import ConfigError, HeadMismatchError
 from draftahead.models.support import text_config
@@ -58,7 +58,11 @@ def load(source: str | Path, model: Any) -> EagleHead:
     folder = file.parent
     config = _read_config(folder, config_beside(file), model)
     check_target(config, model, str(folder))
-    weights = _read_weights(file)
+    tensors = tensors_in(file, lambda names: [n for n in names if not n.startswith(IGNORED)])
+    weights = {  # by the names of the head's modules
+        name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor
+        for name, tensor in tensors.items()
+    }
     weights["tokens"] = _draft_tokens(weights.pop("d2t", None), config, folder)
     head = EagleHead(config, own_embedding="embed_tokens.weight" in weights)
     shares_lm_head = "lm_head.weight" not in weights
@@ -140,15 +144,6 @@ def check_target(config: EagleConfig, model: Any, name: str) -> None:
         )
 
 
-def _read_weights(file: Path) -> dict[str, Tensor]:
-    """The head's tensors by the names of its modules."""
-    tensors = tensors_in(file, lambda names: [n for n in names if not n.startswith(IGNORED)])
-    return {
-        name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor
-        for name, tensor in tensors.items()
-    }
-
-
 def _draft_tokens(offsets: Tensor | None, config: EagleConfig, folder: Path) -> Tensor:
     """The target's token of each draft token [D]. `offsets` (d2t): by how much they differ."""
     size, vocab_size = config.draft_vocabulary, int(config.layer.vocab_size)
@@ -161,8 +156,7 @@ def _draft_tokens(offsets: Tensor | None, config: EagleConfig, folder: Path) -> 
             f"{folder}: d2t has {len(offsets)} tokens, and draft_vocab_size is {size}"
         )
     tokens = torch.arange(size) + offsets.long()
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ConfigError(f"{folder}: d2t points outside the vocabulary of {vocab_size}")
+    check_tokens(tokens, vocab_size, f"{folder}: d2t")
     return tokens
 
 
@@ -196,7 +190,6 @@ def save(
     other servers need; without them, `load` takes the target's. `target`: its name."""
     if with_lm_head and getattr(head.lm_head, "bias", None) is not None:
         raise ConfigError("the target's lm_head has a bias, and files of heads cannot store one")
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: value.to(torch.bfloat16)
         for name, value in dequantized_state(head).items()
@@ -208,10 +201,9 @@ def save(
         weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool)
         weights["t2d"][tokens] = True
     screening.remove(folder)
-    write_tensors(weights, folder / WEIGHTS[0])
+    write_head(folder, WEIGHTS[0], weights, _config_of(head.config, target, num_speculative_tokens))
     if head.screening is not None:
         screening.save(head.screening, folder)
-    write_config(_config_of(head.config, target, num_speculative_tokens), folder)
 
 
 def _config_of(c: EagleConfig, target: str, num_speculative_tokens: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from draftahead.drafters.early_exit.adapter import ExitAdapter, ExitConfig
-from draftahead.drafters.head_files import CONFIG, write_config, write_tensors
+from draftahead.drafters.head_files import CONFIG, check_tokens, write_head
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 
@@ -74,13 +74,10 @@ def _fill(adapter: ExitAdapter, file: Path) -> None:
         raise ConfigError(
             f"{file} is missing, damaged or not what its {CONFIG} says ({problem})"
         ) from problem
-    tokens, vocab_size = adapter.tokens, adapter.config.vocab_size
-    if tokens is not None and not bool(((tokens >= 0) & (tokens < vocab_size)).all()):
-        raise ConfigError(f"{file} names draft tokens outside a vocabulary of {vocab_size}")
+    if adapter.tokens is not None:
+        check_tokens(adapter.tokens, adapter.config.vocab_size, f"{file}: tokens")
 
 
 def save(adapter: ExitAdapter, folder: str | Path) -> None:
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_config({"kind": KIND, **asdict(adapter.config)}, folder)
-    write_tensors(adapter.state_dict(), folder / WEIGHTS)
+    config = {"kind": KIND, **asdict(adapter.config)}
+    write_head(Path(folder), WEIGHTS, adapter.state_dict(), config)

@@ -11,9 +11,10 @@ stored. A prefill computes no last hidden states, so the first step has no draft
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from draftahead.core.device import small_tensor
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.candidates import MAX_NODES
 from draftahead.drafters.medusa import io
 from draftahead.drafters.medusa.heads import MedusaHeads
 from draftahead.drafters.medusa.tree import (
@@ -37,18 +39,10 @@ from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
 
-MAX_NODES = 15  # drafted nodes, where the number is not asked for: what one forward takes cheaply
 # Candidates of each head, where no tree says which are needed. More find unlikely tokens, at the
 # cost of a longer list to read from the device.
 CANDIDATES = 8
 MIN_CONFIDENCE = 0.01  # nodes below it do not repay their share of the verification
-
-
-class Candidates(NamedTuple):
-    """The best candidates of one head for one sequence, best first."""
-
-    probs: list[float]
-    tokens: list[float]  # token ids, as floats
 
 
 @register("medusa")
@@ -96,7 +90,12 @@ class Medusa(Drafter):
         logits = self._logits(batch)
         if self.count is None:
             return self._build_trees(batch, logits, max_depths)
-        self._sample_chains(batch, logits, max_depths, self.count)
+        active = None if all(max_depths) else torch.tensor([depth > 0 for depth in max_depths])
+        for head in range(min(self.count, max(max_depths))):
+            own = logits[:, head]
+            if self.heads.tokens is not None:
+                own = scatter_to_vocab(own, self.heads.tokens, self.target.vocab_size)
+            batch.draft_sampler.draw(own, active)
         return None  # the draft sampler holds the draft
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -108,40 +107,27 @@ class Medusa(Drafter):
         with self._linears:
             return self.heads.logits(hidden, self.lm_head)[..., : self.target.vocab_size]
 
-    def _sample_chains(
-        self, batch: Batch, logits: Tensor, max_depths: Sequence[int], count: int
-    ) -> None:
-        active = None if all(max_depths) else torch.tensor([depth > 0 for depth in max_depths])
-        for head in range(min(count, max(max_depths))):
-            own = logits[:, head]
-            if self.heads.tokens is not None:
-                own = scatter_to_vocab(own, self.heads.tokens, self.target.vocab_size)
-            batch.draft_sampler.draw(own, active)
-
-    # ------------------------------------------------------------------------------- trees
-
     def _build_trees(self, batch: Batch, logits: Tensor, max_depths: Sequence[int]) -> Draft | None:
-        candidates = self._candidates(batch, logits, max_depths)
-        trees = [self._tree(heads) for heads in candidates]
+        trees, confidence = [], []
+        for heads in self._candidates(batch, logits, max_depths):
+            nodes = self._tree([probs for probs, _ in heads])
+            tokens = [heads[len(node.path) - 1][1][node.path[-1]] for node in nodes]
+            trees.append([(int(t), node.parent) for t, node in zip(tokens, nodes, strict=True)])
+            confidence.append([node.confidence for node in nodes])
         if not any(trees):
             return None
-        tokens = [
-            [(int(heads[len(node.path) - 1].tokens[node.path[-1]]), node.parent) for node in nodes]
-            for heads, nodes in zip(candidates, trees, strict=True)
-        ]
-        confidence = [[node.confidence for node in nodes] for nodes in trees]
-        return Draft.trees(batch.roots, tokens, confidence if self.adaptive else None)
+        return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
 
-    def _tree(self, heads: Sequence[Candidates]) -> list[MedusaNode]:
-        probs = [candidates.probs for candidates in heads]
+    def _tree(self, probs: Sequence[Sequence[float]]) -> list[MedusaNode]:
         if self.paths:
             return fixed_tree(self.paths, probs)
         return likeliest_tree(probs, self.max_nodes, MIN_CONFIDENCE if self.adaptive else 0.0)
 
     def _candidates(
         self, batch: Batch, logits: Tensor, max_depths: Sequence[int]
-    ) -> list[list[Candidates]]:
-        """For each sequence the candidates of every head up to its depth; reads back once."""
+    ) -> list[list[list[list[float]]]]:
+        """For each sequence and each head up to its depth: the probabilities of the best
+        candidates, and their tokens. Reads back once."""
         num_heads = [min(len(self.heads), max_depth) for max_depth in max_depths]
         at = [(b, head) for b, count in enumerate(num_heads) for head in range(count)]
         sequences, heads = [b for b, _ in at], [head for _, head in at]
@@ -150,8 +136,8 @@ class Medusa(Drafter):
         probs, tokens = batch.draft_sampler.noise_coupled_topk(
             logits[sequences, heads], sequences, paths, self.num_candidates, self.heads.tokens
         )
-        read = iter(torch.stack([probs, tokens.to(probs)], 1).tolist())
-        return [[Candidates(*next(read)) for _ in range(count)] for count in num_heads]
+        found = iter(torch.stack([probs, tokens.to(probs)], 1).tolist())
+        return [list(itertools.islice(found, count)) for count in num_heads]
 
     def _assumed_chains(self, batch: Batch, logits: Tensor) -> list[list[int]]:
         """The path that a head's predictions are assumed to follow, [B][K]: the best token of every
@@ -159,10 +145,8 @@ class Medusa(Drafter):
         if not any(sequence.has_processors for sequence in batch.sequences):
             return [[0] * len(self.heads)] * len(batch.sequences)
         best = logits.argmax(-1)
-        chains: list[list[int]] = (
-            best if self.heads.tokens is None else self.heads.tokens[best]
-        ).tolist()
-        return chains
+        tokens = best if self.heads.tokens is None else self.heads.tokens[best]
+        return tokens.tolist()
 
 
 def _heads(model: Any, target: Any) -> MedusaHeads:

@@ -66,7 +66,7 @@ class MedusaHeads(nn.Module):
 
     def of(self, head: int, hidden: Tensor) -> Tensor:
         """The same of one head: [..., H] -> [..., H]."""
-        rows = self._output_subset_first(head)
+        rows = self._first_block(head)
         x = hidden + F.silu(F.linear(hidden, self.first.weight[rows], self.first.bias[rows]))
         for blocks in self.deeper:
             x = x + F.silu(blocks[head](x))  # type: ignore[index]
@@ -99,7 +99,7 @@ class MedusaHeads(nn.Module):
         for head in range(self.heads):
             for kind in ("weight", "bias"):
                 first: Tensor = getattr(self.first, kind)
-                found[f"{head}.0.linear.{kind}"] = first.detach()[self._output_subset_first(head)]
+                found[f"{head}.0.linear.{kind}"] = first.detach()[self._first_block(head)]
                 for layer, blocks in enumerate(self.deeper, start=1):
                     block = blocks[head]  # type: ignore[index]
                     found[f"{head}.{layer}.linear.{kind}"] = getattr(block, kind).detach()
@@ -107,7 +107,7 @@ class MedusaHeads(nn.Module):
             found[f"lm_heads.{name}"] = weight.detach()
         return found | ({} if self.tokens is None else {"token_map": self.tokens})
 
-    def _output_subset_first(self, head: int) -> slice:
+    def _first_block(self, head: int) -> slice:
         return slice(head * self.hidden, (head + 1) * self.hidden)
 
 

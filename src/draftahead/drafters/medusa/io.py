@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from draftahead.drafters.head_files import (
+    check_tokens,
     config_beside,
     dequantized_state,
     find_weights,
     tensors_in,
-    write_config,
-    write_tensors,
+    write_head,
 )
 from draftahead.drafters.medusa.heads import MedusaHeads
 from draftahead.drafters.medusa.tree import validated_paths
@@ -82,15 +82,15 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
     num_layers = 1 + max(int(parts[1]) for parts in indices)
     tokens = tensors.get("token_map")
     if tokens is not None:
-        _check_tokens(tokens, int(text_config(model).vocab_size), file)
+        check_tokens(tokens, int(text_config(model).vocab_size), f"{file}: token_map")
     lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
     if len(lm_heads) not in (0, 1, num_heads):
         raise ConfigError(f"{file} has {num_heads} heads and {len(lm_heads)} lm_heads")
     if tokens is not None and len(lm_heads) == 1:
         # An lm_head over all tokens beside a token_map: only those rows are used, as by vLLM.
-        rows = tensors[lm_heads[0]]
-        if len(tokens) < len(rows) and int(tokens.max()) < len(rows):
-            tensors[lm_heads[0]] = rows[tokens]
+        vocab_rows = tensors[lm_heads[0]]
+        if len(tokens) < len(vocab_rows) and int(tokens.max()) < len(vocab_rows):
+            tensors[lm_heads[0]] = vocab_rows[tokens]
     return MedusaHeads(
         int(text_config(model).hidden_size),
         num_heads,
@@ -98,13 +98,6 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
         lm_head_sizes=[len(tensors[name]) for name in lm_heads],
         tokens=tokens,
     ).to(model.dtype)
-
-
-def _check_tokens(tokens: Tensor, vocab_size: int, file: Path) -> None:
-    if tokens.is_floating_point() or tokens.ndim != 1 or not len(tokens):
-        raise ConfigError(f"{file}: token_map is no list of tokens")
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ConfigError(f"{file} maps to tokens outside the target's vocabulary of {vocab_size}")
 
 
 def _fill(heads: MedusaHeads, tensors: dict[str, Tensor], file: Path) -> None:
@@ -128,9 +121,9 @@ def _check_lm_heads(heads: MedusaHeads, vocab_size: int, file: Path) -> None:
     size = vocab_size if heads.tokens is None else len(heads.tokens)
     slack = VOCAB_PADDING if heads.tokens is None else 1
     for lm_head in heads.lm_heads:
-        rows = int(lm_head.out_features)  # type: ignore[arg-type]
-        if abs(rows - size) >= slack:
-            raise ConfigError(f"{file} holds heads for {rows} tokens, and the target has {size}")
+        own = int(lm_head.out_features)  # type: ignore[arg-type]
+        if abs(own - size) >= slack:
+            raise ConfigError(f"{file} holds heads for {own} tokens, and the target has {size}")
 
 
 # ------------------------------------------------------------------------------------ saving
@@ -154,10 +147,8 @@ def save(
         tensors[name] = tensors.pop(f"lm_heads.{index}.weight")
     if lm_head is not None:
         tensors["lm_head.weight"] = dequantized_state(lm_head)["weight"]
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(tensors, folder / WEIGHTS[0])
-    write_config(_config_of(heads, vocab_size, target, is_shared), folder)
+    config = _config_of(heads, vocab_size, target, is_shared)
+    write_head(Path(folder), WEIGHTS[0], tensors, config)
 
 
 def _config_of(heads: MedusaHeads, vocab_size: int, target: str, is_shared: bool) -> dict[str, Any]:

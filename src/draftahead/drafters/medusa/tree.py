@@ -31,30 +31,26 @@ def likeliest_tree(
     h is right. Nodes below `min_confidence` are left out, and impossible ones; of equals the one
     with the smaller path is taken."""
 
-    def children(path: Path, index: int, confidence: float) -> Iterator[MedusaNode]:
-        if len(path) < len(probs):
-            for candidate, prob in enumerate(probs[len(path)]):
-                if confidence * prob > 0:
-                    yield MedusaNode((*path, candidate), index, confidence * prob)
+    def children(node: MedusaNode, index: int) -> Iterator[MedusaNode]:
+        own = probs[len(node.path)] if len(node.path) < len(probs) else ()
+        for candidate, prob in enumerate(own):
+            if node.confidence * prob > 0:
+                yield MedusaNode((*node.path, candidate), index, node.confidence * prob)
 
-    def expand(node: MedusaNode, index: int) -> Iterator[MedusaNode]:
-        return children(node.path, index, node.confidence)
-
-    roots = children((), 0, 1.0)
-    return tree.best_first(roots, expand, max_nodes, min_confidence, tie_break=lambda n: n.path)
+    roots = children(MedusaNode((), -1, 1.0), 0)
+    return tree.best_first(roots, children, max_nodes, min_confidence, tie_break=lambda n: n.path)
 
 
 def fixed_tree(paths: Sequence[Path], probs: Sequence[Sequence[float]]) -> list[MedusaNode]:
     """The nodes of a given tree, parents first, as far as there are candidates: a part of `probs`
     may be left out."""
+    found: list[MedusaNode] = []
     index: dict[Path, int] = {(): 0}
-    found = []
     for path in paths:
-        fits = len(path) <= len(probs)
-        if fits and all(i < len(own) for own, i in zip(probs, path, strict=False)):
+        own = [p[i] for p, i in zip(probs, path, strict=False) if i < len(p)]
+        if len(own) == len(path):
             index[path] = len(index)
-            confidence = math.prod(own[i] for own, i in zip(probs, path, strict=False))
-            found.append(MedusaNode(path, index[path[:-1]], confidence))
+            found.append(MedusaNode(path, index[path[:-1]], math.prod(own)))
     return found
 
 

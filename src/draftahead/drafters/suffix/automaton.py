@@ -8,7 +8,6 @@ confident nodes become a tree: the longer the match, the deeper it goes.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -182,7 +181,7 @@ def followers(
         for token, then in automaton.next[state].items()
         if token != SEPARATOR
     ]
-    return heapq.nlargest(MAX_CHILDREN, found, key=lambda item: item[2])
+    return sorted(found, key=lambda item: -item[2])[:MAX_CHILDREN]
 
 
 # --------------------------------------------------------------------------- earlier outputs
