@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,3 +52,60 @@ def test_children_in_the_order_they_were_drafted() -> None:
     parents = [-1, 0, 0, 1, 0, 3, 1, 0, 0]
     assert tree.children(parents, 7) == [[1, 2, 4], [3, 6], [], [5], [], [], []]
     assert tree.children(parents, 1) == [[]]
+
+
+# ------------------------------------------------------------------------------ parts of a tree
+
+
+@pytest.mark.parametrize(
+    ("count", "nodes"),
+    [(0, [0]), (1, [0, 2]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (9, [0, 1, 2, 3, 4])],
+)
+def test_the_most_confident_nodes_of_equals_the_earlier(count: int, nodes: list[int]) -> None:
+    assert tree.most_confident([0.5, 0.9, 0.5, 0.1], count) == nodes
+
+
+def test_parents_of_a_part_and_the_trunk() -> None:
+    parents = [-1, 0, 0, 1, 2, 3]
+    assert tree.reindexed(parents, [0, 2, 4]) == [-1, 0, 1]
+    assert tree.reindexed(parents, [0, 1, 2, 3, 5]) == [-1, 0, 0, 1, 3]
+    assert tree.trunk(parents, range(6)) == [0, 1, 3, 5]
+    assert tree.trunk(parents, [0, 2, 3, 4]) == [0, 2, 4]
+    assert tree.trunk(parents, []) == [0]
+
+
+class Word(NamedTuple):
+    """A candidate whose children are twice and three times less likely."""
+
+    confidence: float
+    name: str
+
+
+def grown(
+    max_nodes: int, min_confidence: float = 0.0, tie_break: Any = None
+) -> tuple[list[str], list[int]]:
+    """The names of the chosen, and the numbers at which they were expanded."""
+    expanded = []
+
+    def expand(word: Word, index: int) -> list[Word]:
+        expanded.append(index)
+        return [
+            Word(word.confidence / 2, word.name + "a"),
+            Word(word.confidence / 3, word.name + "b"),
+        ]
+
+    chosen = tree.best_first(
+        [Word(0.5, "x"), Word(0.5, "w"), Word(0.2, "v")],
+        expand, max_nodes, min_confidence, tie_break,
+    )  # fmt: skip
+    return [word.name for word in chosen], expanded
+
+
+def test_the_best_nodes_first() -> None:
+    """Of equals the older one, unless something else breaks the tie."""
+    assert grown(0) == ([], [])
+    assert grown(1) == (["x"], [1])
+    assert grown(5) == (["x", "w", "xa", "wa", "v"], [1, 2, 3, 4, 5])
+    assert grown(3, tie_break=lambda word: word.name)[0] == ["w", "x", "wa"]
+    assert grown(9, min_confidence=0.25)[0] == ["x", "w", "xa", "wa"]  # what equals it stays
+    assert grown(9, min_confidence=0.26)[0] == ["x", "w"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from batched_worlds import BatchedWorlds, likely_chains, residual_by_hand
 from draftahead.core.draft import DeviceDraft
-from draftahead.core.sampling_params import SamplingParams
 from draftahead.sampling import accept
 from toy import PARAMS, PLAIN, VOCAB_SIZE
 
@@ -91,11 +91,12 @@ def test_verdict_of_a_ragged_batch_is_that_of_each_sequence(seed: int) -> None:
     assert not verdict.errors
 
 
-@pytest.mark.parametrize("params", [[PLAIN, PLAIN], [PLAIN, PARAMS["penalties"]]])
+@pytest.mark.parametrize("presence_penalty", [0.0, 3.0])
 def test_chains_on_a_device_get_the_verdict_of_the_same_chains_on_the_host(
-    params: list[SamplingParams],
+    presence_penalty: float,
 ) -> None:
-    """Those of penalties are read: there the distributions depend on the drafted tokens."""
+    """With a penalty for one sequence they are read: distributions depend on drafted tokens."""
+    params = [PLAIN, dataclasses.replace(PLAIN, presence_penalty=presence_penalty)]
     longest = 0
     for seed in range(12):
         worlds = BatchedWorlds(likely_chains(seed, params), params, seed=seed, sampled=True)
