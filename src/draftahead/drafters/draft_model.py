@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftahead.core.device import last_of, padded
@@ -67,19 +66,17 @@ class DraftModel(Drafter):
     def propose(self, batch: Batch) -> Draft | None:
         most = self.runner.max_context
         fits = [len(sequence.tokens) + self.count <= most for sequence in batch.sequences]
-        if not any(depth and fit for depth, fit in zip(batch.max_depths, fits, strict=True)):
+        max_depths = [depth * fit for depth, fit in zip(batch.max_depths, fits, strict=True)]
+        if not any(max_depths):
             return None
         logits, argmax = self._catch_up(batch, fits)
         held = self.runner.cache.tokens_in[: len(fits)]
         if self.adaptive:
             for tokens in held:
                 tokens.pop()  # the root, of which the trees are children
-            depths = [depth * fit for depth, fit in zip(batch.max_depths, fits, strict=True)]
-            return self.builder.build(batch, logits, self._expand, depths)
+            return self.builder.build(batch, logits, self._expand, max_depths)
         self._sampled_from = [len(tokens) for tokens in held]
-        active = None if all(fits) else torch.tensor(fits)
-        count = min(self.count, max(batch.max_depths))
-        sampled_chain(batch, count, logits, argmax, self._feed, active)
+        sampled_chain(batch, self.count, logits, argmax, self._feed, max_depths)
         return None  # the draft sampler holds the draft
 
     def _expand(self, tokens: Tensor, parents: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ class SelfDrafter(Drafter):
         if self.adaptive:
             logits = expand(roots[:, None])[:, 0]
             return self.builder.build(batch, logits, expand, tokens=layers.tokens)
-        (logits, argmax), count = feed(roots), min(self.count, max(batch.max_depths))
+        logits, argmax = feed(roots)
         if not sampled:
-            return argmax_chain(batch, count, logits, feed)
-        sampled_chain(batch, count, logits, argmax, feed)
+            return argmax_chain(batch, self.count, logits, feed)
+        sampled_chain(batch, self.count, logits, argmax, feed)
         return None

@@ -169,29 +169,29 @@ def sampled_chain(
     logits: Tensor,
     argmax: Tensor | None,
     feed: Feed,
-    active: Tensor | None = None,
+    max_depths: Sequence[int] | None = None,
 ) -> None:
-    """Draws `count` tokens for every sequence, or for those that are `active` [B]; the draft
-    sampler holds the draft. The tokens may be unknown to the host when they are fed."""
-    for depth in range(count):
+    """Draws up to `count` tokens for every sequence; the draft sampler holds the draft. The tokens
+    may be unknown to the host when they are fed. `max_depths`: the batch's, or 0 for sequences
+    without a chain."""
+    max_depths = batch.max_depths if max_depths is None else max_depths
+    active = None if all(max_depths) else torch.tensor([depth > 0 for depth in max_depths])
+    for left in reversed(range(min(count, max(max_depths)))):
         tokens = batch.draft_sampler.draw(logits, active, argmax)
-        if depth + 1 < count:
+        if left:
             logits, argmax = feed(tokens)
 
 
 def argmax_chain(batch: Batch, count: int, logits: Tensor, feed: Feed) -> Draft:
-    """`count` tokens for every sequence, each what the target would emit if it had these logits.
-    For drafters whose distribution may be another one when the same text is decoded again: drawn
-    tokens would be others, too."""
+    """Up to `count` tokens for every sequence, each what the target would emit if it had these
+    logits. For drafters whose distribution may be another one when the same text is decoded again:
+    drawn tokens would be others, too."""
     sequences = range(len(batch.sequences))
-    chains: list[list[int]] = [[] for _ in sequences]
-    for depth in range(count):
-        paths = [tuple(chain) for chain in chains]
-        _, top = batch.draft_sampler.noise_coupled_topk(logits, sequences, paths, 1)
-        tokens = top[:, 0]
-        for chain, token in zip(chains, tokens.tolist(), strict=True):
-            chain.append(token)
-        if depth + 1 < count:
+    chains: list[tuple[int, ...]] = [() for _ in sequences]
+    for left in reversed(range(min(count, max(batch.max_depths)))):
+        tokens = batch.draft_sampler.noise_coupled_topk(logits, sequences, chains, 1)[1][:, 0]
+        chains = [(*chain, token) for chain, token in zip(chains, tokens.tolist(), strict=True)]
+        if left:
             logits, _ = feed(tokens)
     cut = [chain[:most] for chain, most in zip(chains, batch.max_depths, strict=True)]
     return Draft.chains(batch.roots, cut)

@@ -156,8 +156,11 @@ class RecordedDraftSampler:
         return best, ids.gather(-1, index)
 
 
-def scatter_to_vocab(logits: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., D] of a draft vocabulary `tokens` [D] over the whole one: -inf elsewhere."""
+def scatter_to_vocab(logits: Tensor, tokens: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits [..., D] of a draft vocabulary `tokens` [D] over the whole one: -inf elsewhere. None:
+    they are over the whole one."""
+    if tokens is None:
+        return logits
     whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
     whole[..., tokens] = logits
     return whole

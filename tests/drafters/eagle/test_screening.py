@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import drafted
 import zoo
 from draftahead import LLM, SamplingParams
+from draftahead.backends.cpu.kernels import Nodes
 from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.drafters.eagle import io, screening
 from draftahead.drafters.eagle.cpu import MIN_BLOCKS, CpuEagleHead
@@ -128,15 +129,16 @@ def test_logits_of_the_most_likely_tokens_are_exact(head: EagleHead) -> None:
         cache = KVCache([LayerKVShape(2, 64, 2, 64)], 1, 32, torch.float32, torch.device("cpu"))
         kernels = CpuEagleHead(head_spec(head), cache, one)
         residuals, first_input = hidden[None].clone(), torch.zeros(1, 4, 2 * HIDDEN_SIZE)
-        found = kernels.forward(
-            residuals,
-            first_input,
-            (torch.ones(1, 4, 64), torch.zeros(1, 4, 64)),
+        chain = Nodes(
             first_slot=0,
-            kv_lens=[0],
-            depths=[[0, 1, 2, 3]],
-            ancestors=[[1, 3, 7, 15]],
+            num_context_tokens=0,
+            kv_lens=torch.tensor([0]),
+            depths=torch.tensor([[0, 1, 2, 3]], dtype=torch.int32),
+            ancestors=torch.tensor([[1, 3, 7, 15]]),
+            cos=torch.ones(1, 4, 64),
+            sin=torch.zeros(1, 4, 64),
         )
+        found = kernels.forward(residuals, first_input, chain)
         logits.append(found[0])
         states.append(residuals)
     assert torch.equal(*states)

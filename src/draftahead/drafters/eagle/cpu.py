@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError
@@ -22,8 +20,6 @@ from draftahead.kv.cache import KVCache
 # Blocks of 32 tokens of which at least one becomes a candidate, and so the fewest candidates: more
 # find the argmax more often and read more of the LM head's weights.
 MIN_BLOCKS = 128
-
-CosSin = tuple[Tensor, Tensor]  # rotary angles [..., head_dim]
 
 
 class CpuEagleHead:
@@ -62,34 +58,12 @@ class CpuEagleHead:
         return num_slots * num_nodes <= MAX_NODES and tree_size <= MAX_NODES
 
     def forward(
-        self,
-        hidden: Tensor,
-        first_input: Tensor,
-        cos_sin: CosSin,
-        *,
-        first_slot: int,
-        kv_lens: Sequence[int],
-        depths: Sequence[Sequence[int]],
-        ancestors: Sequence[Sequence[int]],
-        tree_nodes: Sequence[Sequence[int]] | None = None,
-        kv_only: bool = False,
+        self, hidden: Tensor, first_input: Tensor, nodes: Nodes, *, kv_only: bool = False
     ) -> Tensor:
         """Residuals `hidden` [B, N, H] and inputs of the first layer's attention [B, N, 2 * H] ->
-        logits [B, N, D]; `hidden` becomes the last layer's output. `depths` and `ancestors` (bits)
-        tell of whole trees; `tree_nodes` says which of their nodes these are, None: all.
-        `kv_only`: only keys and values are computed."""
+        logits [B, N, D]; `hidden` becomes the last layer's output. `kv_only`: only keys and values
+        are computed."""
         num_slots, num_nodes = hidden.shape[:2]
-        cos, sin = (angles.contiguous() for angles in cos_sin)
-        nodes = Nodes(
-            first_slot=first_slot,
-            num_context_tokens=0,  # NaN must not reach the cache: all of it is drafting
-            kv_lens=torch.tensor(kv_lens),
-            depths=torch.tensor(depths, dtype=torch.int32),
-            ancestors=torch.tensor(ancestors),
-            cos=cos,
-            sin=sin,
-            tree_nodes=None if tree_nodes is None else torch.tensor(tree_nodes),
-        )
         vocab_size = 0 if kv_only else self._model.lm_head.out_features
         outputs = Outputs.empty(num_slots, num_nodes, vocab_size)
         self._kernels.forward(

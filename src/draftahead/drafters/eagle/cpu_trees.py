@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from draftahead.backends.base import is_plain
 from draftahead.backends.cpu import abi
+from draftahead.backends.cpu.kernels import MAX_NODES
 from draftahead.backends.cpu.linear import is_supported, weights_of
 from draftahead.core.device import padded
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 from draftahead.drafters.eagle.cpu import CpuEagleHead
-from draftahead.drafters.eagle.prefill import CPU_CHUNK, MAX_MISSING, HeadPrefill
+from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.eagle.spec import InputProjection, input_projection
 from draftahead.drafters.tree_builder import CHILDREN, MIN_CONFIDENCE, TreeBuilder
@@ -56,7 +57,7 @@ class CpuTreeBuilder:
         hidden = self._runner.target.cache.hidden
         readable = hidden is not None and hidden.dtype == torch.float32
         num_nodes = len(batch.sequences) * builder.expanded_per_level
-        return plain and readable and num_nodes <= CPU_CHUNK
+        return plain and readable and num_nodes <= MAX_NODES
 
     def build(
         self,
@@ -67,7 +68,7 @@ class CpuTreeBuilder:
     ) -> Draft | None:
         """The draft that `builder` would build, which is told of the time."""
         runner, num_slots = self._runner, len(batch.sequences)
-        most = min(MAX_MISSING, CPU_CHUNK // num_slots)
+        most = min(MAX_MISSING, MAX_NODES // num_slots)
         missing = self._prefill.missing(batch.sequences, has_inputs, most)
         runner.target.cache.flush()
         held = runner.cache.tokens_in

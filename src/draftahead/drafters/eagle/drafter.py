@@ -29,7 +29,7 @@ from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.eagle.tree_size import TreeSize
-from draftahead.drafters.eagle.trees import HeadTrees, start_trees
+from draftahead.drafters.eagle.trees import start_trees
 from draftahead.drafters.registry import register
 from draftahead.drafters.tree_builder import CHILDREN, MAX_DEPTH, TreeBuilder, sampled_chain
 from draftahead.errors import ConfigError
@@ -96,32 +96,22 @@ class Eagle(DeviceDrafter):
         if self.adaptive and by_kernels is not None and by_kernels.supports(batch, self.builder):
             return by_kernels.build(batch, has_inputs, max_depths, self.builder)
         head_trees = start_trees(self.runner, self.prefill, batch.sequences, has_inputs)
+        logits, tokens = head_trees.root_logits, self.runner.draft_tokens
         if not self.adaptive and self.tree is None:
-            self._sample_chains(batch, head_trees, max_depths)
+            vocab_size = self.target.vocab_size
+
+            def feed(drawn: Tensor) -> tuple[Tensor, None]:
+                return scatter_to_vocab(head_trees.append(drawn), tokens, vocab_size), None
+
+            logits = scatter_to_vocab(logits, tokens, vocab_size)
+            sampled_chain(batch, self.count, logits, None, feed, max_depths)
             return None  # the draft sampler holds the draft
         priced = batch if self.adaptive else dataclasses.replace(batch, step_cost=None)
-        logits, tokens = head_trees.root_logits, self.runner.draft_tokens
         draft = self.builder.build(priced, logits, head_trees.expand, max_depths, tokens)
         if self.tree is None or draft is None or draft.confidence is None:
             return draft
         part = draft.part([trees.most_confident(own, self.tree) for own in draft.confidence])
         return dataclasses.replace(part, confidence=None)  # they are verified as they are
-
-    def _sample_chains(
-        self, batch: Batch, head_trees: HeadTrees, max_depths: Sequence[int]
-    ) -> None:
-        def feed(tokens: Tensor) -> tuple[Tensor, None]:
-            return self._scatter(head_trees.append(tokens)), None
-
-        active = None if all(max_depths) else torch.tensor([depth > 0 for depth in max_depths])
-        logits, count = self._scatter(head_trees.root_logits), min(self.count, max(max_depths))
-        sampled_chain(batch, count, logits, None, feed, active)
-
-    def _scatter(self, logits: Tensor) -> Tensor:
-        """Logits over the draft vocabulary [B, D] -> over the target's [B, V]."""
-        if self.runner.draft_tokens is None:
-            return logits
-        return scatter_to_vocab(logits, self.runner.draft_tokens, self.target.vocab_size)
 
     # ------------------------------------------------------------------- drafts on the device
 

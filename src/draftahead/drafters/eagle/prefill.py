@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftahead.backends.cpu.kernels import MAX_NODES
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.core.device import device_of
 from draftahead.core.types import SequenceState
@@ -22,8 +23,6 @@ from draftahead.models.runner import PREFILL_CHUNK
 # Inputs that a sequence may lack and still be computed in one forward with those of the others,
 # which are padded to as many. More pad more; fewer send sequences to a forward of their own sooner.
 MAX_MISSING = 16
-# Inputs of one forward by our CPU kernels, whose buffers hold no more.
-CPU_CHUNK = 64
 
 
 class HeadPrefill:
@@ -69,7 +68,7 @@ class HeadPrefill:
         """Computes the KV entries of all missing inputs of a sequence but the last."""
         runner = self._runner
         held, end = runner.cache.tokens_in[slot], len(tokens) - 2
-        chunk = PREFILL_CHUNK if runner.cpu is None else CPU_CHUNK
+        chunk = PREFILL_CHUNK if runner.cpu is None else MAX_NODES
         runner.target.cache.flush()
         while len(held) < end:
             part = list(tokens[1 + len(held) : 1 + min(end, len(held) + chunk)])

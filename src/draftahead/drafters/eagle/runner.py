@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftahead.backends.cpu import build
+from draftahead.backends.cpu.kernels import Nodes
 from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
@@ -124,25 +125,24 @@ class EagleRunner:
     def _forward_cpu(
         self, cpu: CpuEagleHead, embedded: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool
     ) -> HeadOutput:
-        depths = nodes.depths
-        own = range(nodes.start, len(depths[0]))
-        starts = torch.tensor(nodes.root_entries)
-        positions = starts[:, None] + torch.tensor(depths)[:, nodes.start :]
+        starts, depths = torch.tensor(nodes.root_entries), torch.tensor(nodes.depths)
+        own = torch.arange(nodes.start, depths.shape[1])
+        positions = starts[:, None] + depths[:, own]
         first: Any = self.head.layers[0]
         x, residual = first.input_projection(embedded, hidden)
         residual = residual.clone(memory_format=torch.contiguous_format)
-        cos, sin = self.cos_sin
-        logits = cpu.forward(
-            residual,  # becomes the output of the last layer
-            x.contiguous(),
-            (cos[positions], sin[positions]),
+        of_kernels = Nodes(
             first_slot=nodes.first_slot,
-            kv_lens=nodes.root_entries,
-            depths=depths,
-            ancestors=[tree.ancestor_bits(parents) for parents in nodes.parents],
-            tree_nodes=[list(own)] * len(depths) if nodes.start else None,
-            kv_only=kv_only,
+            num_context_tokens=0,  # NaN must not reach the cache: all of it is drafting
+            kv_lens=starts,
+            depths=depths.int(),
+            ancestors=torch.tensor([tree.ancestor_bits(parents) for parents in nodes.parents]),
+            cos=self.cos_sin[0][positions],
+            sin=self.cos_sin[1][positions],
+            tree_nodes=own.repeat(len(depths), 1) if nodes.start else None,
         )
+        # `residual` becomes the output of the last layer.
+        logits = cpu.forward(residual, x.contiguous(), of_kernels, kv_only=kv_only)
         output = self.head.norm(residual) if self.head.config.norm_output else residual
         return HeadOutput(output, logits)
 

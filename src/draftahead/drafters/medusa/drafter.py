@@ -35,6 +35,7 @@ from draftahead.drafters.medusa.tree import (
     validated_paths,
 )
 from draftahead.drafters.registry import register
+from draftahead.drafters.tree_builder import sampled_chain
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
@@ -90,12 +91,10 @@ class Medusa(Drafter):
         logits = self._logits(batch)
         if self.count is None:
             return self._build_trees(batch, logits, max_depths)
-        active = None if all(max_depths) else torch.tensor([depth > 0 for depth in max_depths])
-        for head in range(min(self.count, max(max_depths))):
-            own = logits[:, head]
-            if self.heads.tokens is not None:
-                own = scatter_to_vocab(own, self.heads.tokens, self.target.vocab_size)
-            batch.draft_sampler.draw(own, active)
+        tokens, vocab_size = self.heads.tokens, self.target.vocab_size
+        each = (scatter_to_vocab(own, tokens, vocab_size) for own in logits.unbind(1))
+        first = next(each)
+        sampled_chain(batch, self.count, first, None, lambda _: (next(each), None), max_depths)
         return None  # the draft sampler holds the draft
 
     def _logits(self, batch: Batch) -> Tensor:

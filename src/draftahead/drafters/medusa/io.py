@@ -46,7 +46,6 @@ def load(source: str | Path, model: Any) -> MedusaHeads:
     tensors = {_own_name(name): value for name, value in tensors_in(file, _select).items()}
     heads = _empty_heads(tensors, file, model)
     _fill(heads, tensors, file)
-    _check_lm_heads(heads, int(text_config(model).vocab_size), file)
     choices = config_beside(file).get("medusa_choices")
     if choices is not None:
         heads.choices = tuple(validated_paths("medusa_choices", choices, len(heads)))
@@ -80,9 +79,9 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
         raise ConfigError(f"{file} holds no Medusa heads")
     num_heads = 1 + max(int(parts[0]) for parts in indices)
     num_layers = 1 + max(int(parts[1]) for parts in indices)
-    tokens = tensors.get("token_map")
+    tokens, vocab_size = tensors.get("token_map"), int(text_config(model).vocab_size)
     if tokens is not None:
-        check_tokens(tokens, int(text_config(model).vocab_size), f"{file}: token_map")
+        check_tokens(tokens, vocab_size, f"{file}: token_map")
     lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
     if len(lm_heads) not in (0, 1, num_heads):
         raise ConfigError(f"{file} has {num_heads} heads and {len(lm_heads)} lm_heads")
@@ -91,11 +90,15 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
         vocab_rows = tensors[lm_heads[0]]
         if len(tokens) < len(vocab_rows) and int(tokens.max()) < len(vocab_rows):
             tensors[lm_heads[0]] = vocab_rows[tokens]
+    sizes = [len(tensors[name]) for name in lm_heads]
+    size, slack = (vocab_size, VOCAB_PADDING) if tokens is None else (len(tokens), 1)
+    if other := [own for own in sizes if abs(own - size) >= slack]:
+        raise ConfigError(f"{file} holds heads for {other[0]} tokens, and the target has {size}")
     return MedusaHeads(
         int(text_config(model).hidden_size),
         num_heads,
         layers=num_layers,
-        lm_head_sizes=[len(tensors[name]) for name in lm_heads],
+        lm_head_sizes=sizes,
         tokens=tokens,
     ).to(model.dtype)
 
@@ -115,15 +118,6 @@ def _fill(heads: MedusaHeads, tensors: dict[str, Tensor], file: Path) -> None:
             )
     for name, target in targets.items():
         target.copy_(tensors[name])
-
-
-def _check_lm_heads(heads: MedusaHeads, vocab_size: int, file: Path) -> None:
-    size = vocab_size if heads.tokens is None else len(heads.tokens)
-    slack = VOCAB_PADDING if heads.tokens is None else 1
-    for lm_head in heads.lm_heads:
-        own = int(lm_head.out_features)  # type: ignore[arg-type]
-        if abs(own - size) >= slack:
-            raise ConfigError(f"{file} holds heads for {own} tokens, and the target has {size}")
 
 
 # ------------------------------------------------------------------------------------ saving
