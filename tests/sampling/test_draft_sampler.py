@@ -50,6 +50,8 @@ def test_drafts_are_no_deeper_than_max_depths() -> None:
     draft = sampler.draft()
     assert draft is not None
     assert (draft.num_nodes, draft.width) == ([2, 4], 4)
+    assert draft.probs is not None
+    assert draft.probs.shape == (2, 4, VOCAB_SIZE)  # of every node
     known, others = draft.read(torch.tensor([[7], [8]]))
     assert others == [[7], [8]]
     assert [tokens[1:size] for tokens, size in zip(known.tokens, known.num_nodes, strict=True)] == (
