@@ -58,8 +58,8 @@ class CandidateDrafter(Drafter, Generic[Source]):
     ) -> Iterator[tuple[CandidateNode[Source], bool]]:
         """Of every node whose parent was right, whether it was right as well."""
         nodes = self._drafts.get(sequence.id, [])
-        tokens, parents = [-1, *(n.token for n in nodes)], [-1, *(n.parent for n in nodes)]
-        found = tree.outcomes(tokens, parents, emitted)
+        parents = [-1, *(node.parent for node in nodes)]
+        found = tree.outcomes([-1, *(node.token for node in nodes)], parents, emitted)
         for node, outcome in zip(nodes, found[1:], strict=True):
             if found[node.parent] and outcome is not None:
                 yield node, outcome

@@ -79,6 +79,22 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str) -> None:
         raise ConfigError(f"{name} points outside the target's vocabulary of {vocab_size}")
 
 
+def fill(
+    targets: dict[str, Tensor], tensors: dict[str, Tensor], file: Path, *, what: str, by: str
+) -> None:
+    """Copies tensors of a file into those of a head, which have the same names and shapes. `by`:
+    what the shapes follow from."""
+    if missing := sorted(targets.keys() - tensors.keys()):
+        raise ConfigError(f"{file} is incomplete: it lacks {missing[0]}")
+    if extra := sorted(tensors.keys() - targets.keys()):
+        raise ConfigError(f"{file} holds {extra[0]}, which no supported {what} has")
+    for name, target in targets.items():
+        shapes = list(tensors[name].shape), list(target.shape)
+        if shapes[0] != shapes[1]:
+            raise ConfigError(f"{file}: {name} is {shapes[0]} and {by} should be {shapes[1]}")
+        target.copy_(tensors[name].detach())
+
+
 # ----------------------------------------------------------------------------------- writing
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,20 +66,29 @@ class CpuTreeBuilder:
         builder: TreeBuilder,
     ) -> Draft | None:
         """The draft that `builder` would build, which is told of the time."""
-        runner, num_slots = self._runner, len(batch.sequences)
+        runner, head, num_slots = self._runner, self._projection, len(batch.sequences)
         most = min(MAX_MISSING, MAX_NODES // num_slots)
         missing = self._prefill.missing(batch.sequences, has_inputs, most)
         runner.target.cache.flush()
         held = runner.cache.tokens_in
         root_entries = [len(held[slot]) + len(own) - 1 for slot, own in enumerate(missing)]
         max_nodes = 1 + CHILDREN * (1 + builder.expanded_per_level * builder.max_depth)
-        arrays = {
+        num_nodes = torch.zeros(num_slots, dtype=torch.int64)
+        tokens, parents = torch.zeros(2, num_slots, max_nodes, dtype=torch.int64)
+        confidence = torch.zeros(num_slots, max_nodes)
+        arrays: dict[str, Tensor | None] = {
+            "draft_to_target": head.draft_to_target,
+            "embeddings": head.embed.weight,
+            "embed_norm": head.embed_norm,
+            "hidden_norm": head.hidden_norm,
+            "cos": runner.cos_sin[0],
+            "sin": runner.cos_sin[1],
             "root_entries": torch.tensor(root_entries),
             "max_depths": torch.tensor(max_depths),
-            "num_nodes": torch.zeros(num_slots, dtype=torch.int64),
-            "tokens": torch.zeros(num_slots, max_nodes, dtype=torch.int64),
-            "parents": torch.zeros(num_slots, max_nodes, dtype=torch.int64),
-            "confidence": torch.zeros(num_slots, max_nodes),
+            "num_nodes": num_nodes,
+            "tokens": tokens,
+            "parents": parents,
+            "confidence": confidence,
         }
         inputs, kept = self._head_inputs(missing)
         args = abi.TreeArgs(
@@ -92,42 +100,29 @@ class CpuTreeBuilder:
             min_level_confidence=builder.needed_confidence(batch),
             inputs=ctypes.addressof(inputs),
             max_nodes=max_nodes,
-            **self._head_fields(),
-            **{name: tensor.data_ptr() for name, tensor in arrays.items()},
+            norm_before_residual=head.norm_before_residual,
+            norm_output=head.norm_output,
+            **{name: None if x is None else x.data_ptr() for name, x in arrays.items()},
         )
-        start = time.perf_counter()
-        levels = self._kernels.build_trees(args)
-        seconds = time.perf_counter() - start - args.inputs_seconds
+        self._run(args, builder)
         del kept  # read until here
         self._prefill.commit(missing)
+        pairs = [
+            list(zip(tokens[b, 1:size].tolist(), parents[b, 1:size].tolist(), strict=True))
+            for b, size in enumerate(num_nodes.tolist())
+        ]
+        if not any(pairs):
+            return None
+        stated = [confidence[b, 1 : 1 + len(own)].tolist() for b, own in enumerate(pairs)]
+        return Draft.trees(batch.roots, pairs, stated)
+
+    def _run(self, args: abi.TreeArgs, builder: TreeBuilder) -> None:
+        start = time.perf_counter()
+        levels = self._kernels.build_trees(args)
         if levels:
-            builder.note_level(seconds / levels)
+            builder.note_level((time.perf_counter() - start - args.inputs_seconds) / levels)
         if levels < builder.max_depth - 1:
             builder.note_stop()
-        sizes = arrays["num_nodes"].tolist()
-        tokens, parents, confidence = (
-            [row[1:size] for row, size in zip(arrays[name].tolist(), sizes, strict=True)]
-            for name in ("tokens", "parents", "confidence")
-        )
-        if not any(tokens):
-            return None
-        pairs = [list(zip(*both, strict=True)) for both in zip(tokens, parents, strict=True)]
-        return Draft.trees(batch.roots, pairs, confidence)
-
-    def _head_fields(self) -> dict[str, Any]:
-        """The fields of TreeArgs that tell of the head."""
-        head, (cos, sin) = self._projection, self._runner.cos_sin
-        vocabulary = head.draft_to_target
-        return {
-            "draft_to_target": None if vocabulary is None else vocabulary.data_ptr(),
-            "embeddings": head.embed.weight.data_ptr(),
-            "embed_norm": head.embed_norm.data_ptr(),
-            "hidden_norm": head.hidden_norm.data_ptr(),
-            "norm_before_residual": head.norm_before_residual,
-            "norm_output": head.norm_output,
-            "cos": cos.data_ptr(),
-            "sin": sin.data_ptr(),
-        }
 
     def _head_inputs(self, tokens: Sequence[list[int]]) -> tuple[abi.HeadInputs, list[Tensor]]:
         """The (hidden, token) inputs that are missing, and the tensors that hold them."""

@@ -31,7 +31,13 @@ from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.eagle.tree_size import TreeSize
 from draftahead.drafters.eagle.trees import start_trees
 from draftahead.drafters.registry import register
-from draftahead.drafters.tree_builder import CHILDREN, MAX_DEPTH, TreeBuilder, sampled_chain
+from draftahead.drafters.tree_builder import (
+    CHILDREN,
+    EXPANDED_PER_LEVEL,
+    MAX_DEPTH,
+    TreeBuilder,
+    sampled_chain,
+)
 from draftahead.errors import ConfigError
 from draftahead.sampling.draft_sampler import scatter_to_vocab
 
@@ -62,9 +68,8 @@ class Eagle(DeviceDrafter):
         self.adaptive = num_speculative_tokens is None and tree is None
         self.count = positive("num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH)
         self.tree = None if tree is None else positive("tree", tree)  # nodes without the root
-        self.builder = TreeBuilder(self.count)
-        if tree is not None:
-            self.builder = TreeBuilder(self.count, EXPANDED_OF_FIXED_TREE)
+        expanded = EXPANDED_PER_LEVEL if tree is None else EXPANDED_OF_FIXED_TREE
+        self.builder = TreeBuilder(self.count, expanded)
         self.target = context.target_runner("eagle")
         self.head = _head(model if model is not None else context.head, self.target.model)
         self.target.capture_hidden(self.head.config.depths)
@@ -83,7 +88,7 @@ class Eagle(DeviceDrafter):
         max_depths = [max_depth if has_input else 0 for max_depth, has_input in depths]
         if not any(max_depths):
             return None
-        self._launched = self._launch(batch, has_inputs)
+        self._launched = self.launch(batch)
         return self._launched or self._build(batch, has_inputs, max_depths)
 
     # ------------------------------------------------------------------ drafts level by level
@@ -120,16 +125,13 @@ class Eagle(DeviceDrafter):
         return self.launcher is not None and self.launcher.works
 
     def launch(self, batch: Batch) -> DeviceDraft | None:
-        has_inputs = _has_inputs(batch)
-        return self._launch(batch, has_inputs) if any(has_inputs) else None
-
-    def _launch(self, batch: Batch, has_inputs: Sequence[bool]) -> DeviceDraft | None:
-        if self.launcher is None:
+        has_inputs, launcher = _has_inputs(batch), self.launcher
+        if launcher is None or not any(has_inputs):
             return None
         plan = self._plan(batch)
-        if plan is None or not self.launcher.supports(batch, plan):
+        if plan is None or not launcher.supports(batch, plan):
             return None
-        return self.launcher.launch(batch, has_inputs, plan)
+        return launcher.launch(batch, has_inputs, plan)
 
     def _plan(self, batch: Batch) -> Plan | None:
         """The trees that a GPU should build; None where it cannot."""

@@ -48,23 +48,22 @@ class EagleConfig:
     def __post_init__(self) -> None:
         self.target_hidden = self.target_hidden or int(self.layer.hidden_size)
 
-    @property
-    def head_dim(self) -> int:
-        return int(self.layer.head_dim)
-
 
 class EagleAttention(nn.Module):
     """Grouped-query attention over inputs of `input_size`."""
 
     def __init__(self, config: EagleConfig, input_size: int) -> None:
         super().__init__()
-        c, head_dim = config.layer, config.head_dim
+        c, head_dim = config.layer, int(config.layer.head_dim)
         bias = bool(c.attention_bias)
-        self.num_heads, self.num_kv_heads = int(c.num_attention_heads), int(c.num_key_value_heads)
-        self.q_proj = nn.Linear(input_size, self.num_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(input_size, self.num_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(input_size, self.num_kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.num_heads * head_dim, int(c.hidden_size), bias=bias)
+        query_size, kv_size = (
+            int(heads) * head_dim for heads in (c.num_attention_heads, c.num_key_value_heads)
+        )
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, int(c.hidden_size), bias=bias)
 
     def forward(
         self, x: Tensor, cos_sin: CosSin, attend: Attend, layer: int, num_outputs: int
@@ -72,15 +71,13 @@ class EagleAttention(nn.Module):
         """x [B, N, input_size] -> [B, num_outputs, H], of the last nodes."""
         cos, sin = cos_sin
         last = slice(-num_outputs, None)
-        query = self._split(self.q_proj(x[:, last]), self.num_heads)
-        key = self._split(self.k_proj(x), self.num_kv_heads)
-        value = self._split(self.v_proj(x), self.num_kv_heads)
+        query, key, value = (
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projected in (self.q_proj(x[:, last]), self.k_proj(x), self.v_proj(x))
+        )
         query = _rotated(query, cos[:, :, last], sin[:, :, last])
         mixed = attend(layer, query, _rotated(key, cos, sin), value)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-    def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from draftahead.drafters.head_files import (
     check_tokens,
     config_beside,
     dequantized_state,
+    fill,
     find_weights,
     tensors_in,
     write_head,
@@ -68,7 +69,7 @@ def load(source: str | Path, model: Any) -> EagleHead:
     shares_lm_head = "lm_head.weight" not in weights
     if shares_lm_head:
         weights["lm_head.weight"] = head.lm_head.weight
-    _fill(head, weights, folder)
+    fill(head.state_dict(), weights, folder, what="EAGLE-3 head", by="by config.json")
     head.screening = screening.load(folder, int(config.layer.hidden_size))
     head = head.to(device=model.device, dtype=model.dtype).eval()
     if shares_lm_head:
@@ -126,22 +127,21 @@ def _depths(stated: dict[str, Any], num_layers: int) -> tuple[int, ...]:
 
 def check_target(config: EagleConfig, model: Any, name: str) -> None:
     """Refuses a head that was trained for another target."""
-    text = text_config(model)
-    for what, trained_for, own in (
-        ("hidden size {}", config.target_hidden, int(text.hidden_size)),
-        ("a vocabulary of {}", int(config.layer.vocab_size), int(text.vocab_size)),
-    ):
-        if trained_for != own:
-            raise HeadMismatchError(
-                f"{name} was trained for another model: one with {what.format(trained_for)}; "
-                f"this one has {own}"
-            )
-    num_layers = int(text.num_hidden_layers)
-    if unknown := [depth for depth in config.depths if not 1 <= depth <= num_layers]:
-        raise HeadMismatchError(
-            f"{name} was trained for another model: it reads hidden states after layer "
-            f"{unknown[0]}, and this one has layers 1 to {num_layers}"
+    text, vocab_size = text_config(model), int(config.layer.vocab_size)
+    hidden_size, num_layers = int(text.hidden_size), int(text.num_hidden_layers)
+    unknown = [depth for depth in config.depths if not 1 <= depth <= num_layers]
+    if config.target_hidden != hidden_size:
+        reason = f"one with hidden size {config.target_hidden}; this one has {hidden_size}"
+    elif vocab_size != text.vocab_size:
+        reason = f"one with a vocabulary of {vocab_size}; this one has {text.vocab_size}"
+    elif unknown:
+        reason = (
+            f"it reads hidden states after layer {unknown[0]}, and this one has layers 1 to "
+            f"{num_layers}"
         )
+    else:
+        return
+    raise HeadMismatchError(f"{name} was trained for another model: {reason}")
 
 
 def _draft_tokens(offsets: Tensor | None, config: EagleConfig, folder: Path) -> Tensor:
@@ -158,21 +158,6 @@ def _draft_tokens(offsets: Tensor | None, config: EagleConfig, folder: Path) -> 
     tokens = torch.arange(size) + offsets.long()
     check_tokens(tokens, vocab_size, f"{folder}: d2t")
     return tokens
-
-
-def _fill(head: EagleHead, weights: dict[str, Tensor], folder: Path) -> None:
-    needed = head.state_dict()
-    if missing := sorted(needed.keys() - weights.keys()):
-        raise ConfigError(f"{folder} lacks {missing[0]}: it is no whole EAGLE-3 head")
-    if extra := sorted(weights.keys() - needed.keys()):
-        raise ConfigError(f"{folder} holds {extra[0]}, which no supported EAGLE-3 head has")
-    for name, value in weights.items():
-        if value.shape != needed[name].shape:
-            raise ConfigError(
-                f"{folder}: {name} is {list(value.shape)} and by config.json should be "
-                f"{list(needed[name].shape)}"
-            )
-    head.load_state_dict(weights)
 
 
 # ------------------------------------------------------------------------------------ saving
@@ -236,7 +221,7 @@ def _config_of(c: EagleConfig, target: str, num_speculative_tokens: int) -> dict
         "transformer_layer_config": {
             "model_type": "llama",
             **{name: getattr(c.layer, name) for name in LAYER_FIELDS},
-            "head_dim": c.head_dim,
+            "head_dim": c.layer.head_dim,
             "rope_parameters": dict(c.layer.rope_parameters),
             "tie_word_embeddings": False,
         },

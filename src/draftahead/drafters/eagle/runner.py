@@ -68,16 +68,15 @@ class EagleRunner:
         by_kernels = device_of(self.device).is_cpu and build.library() is not None
         if by_kernels:
             quantize_linears(head.float())
-        c = head.config
-        kv_heads, num_layers = int(c.layer.num_key_value_heads), int(c.layer.num_hidden_layers)
+        self.spec: LlamaSpec = head_spec(head)
+        kv_shape = (self.spec.num_kv_heads, self.spec.head_dim)
         self.cache = KVCache(
-            [LayerKVShape(kv_heads, c.head_dim, kv_heads, c.head_dim)] * num_layers,
+            [LayerKVShape(*kv_shape, *kv_shape)] * len(self.spec.layers),
             max_batch,
             target.max_context + scratch_entries,
             head.norm.weight.dtype,
             target.device,
         )
-        self.spec: LlamaSpec = head_spec(head)
         self.cpu = cpu_eagle_head(head, self.spec, self.cache) if by_kernels else None
         own = getattr(head, "embed_tokens", None)
         self.embed: Any = target.model.get_input_embeddings() if own is None else own

@@ -52,17 +52,18 @@ def input_projection(head: EagleHead, embed: Any, full_vocabulary: bool) -> Inpu
 def head_spec(head: EagleHead) -> LlamaSpec:
     """The head's layers, without an embedding and rotary angles: each forward is given those."""
     c = head.config
+    head_dim = int(c.layer.head_dim)
     return LlamaSpec(
         model=head,
         embed=None,
         rotary=None,
-        layers=[layer_spec(layer, c.head_dim**-0.5) for layer in list[Any](head.layers)],
+        layers=[layer_spec(layer, head_dim**-0.5) for layer in list[Any](head.layers)],
         final_norm=head.norm.weight,
         lm_head=head.lm_head,
         norm_eps=float(c.layer.rms_norm_eps),
         num_heads=int(c.layer.num_attention_heads),
         num_kv_heads=int(c.layer.num_key_value_heads),
-        head_dim=c.head_dim,
+        head_dim=head_dim,
         hidden_size=int(c.layer.hidden_size),
         intermediate_size=int(c.layer.intermediate_size),
         activation=SILU,

@@ -66,8 +66,8 @@ class MedusaHeads(nn.Module):
 
     def of(self, head: int, hidden: Tensor) -> Tensor:
         """The same of one head: [..., H] -> [..., H]."""
-        rows = self._first_block(head)
-        x = hidden + F.silu(F.linear(hidden, self.first.weight[rows], self.first.bias[rows]))
+        first = slice(head * self.hidden, (head + 1) * self.hidden)
+        x = hidden + F.silu(F.linear(hidden, self.first.weight[first], self.first.bias[first]))
         for blocks in self.deeper:
             x = x + F.silu(blocks[head](x))  # type: ignore[index]
         return x
@@ -95,20 +95,15 @@ class MedusaHeads(nn.Module):
 
     def published_tensors(self) -> dict[str, Tensor]:
         """Views of its tensors by published names, lm_heads by vLLM's: to read or to fill."""
-        found = {}
-        for head in range(self.heads):
-            for kind in ("weight", "bias"):
-                first: Tensor = getattr(self.first, kind)
-                found[f"{head}.0.linear.{kind}"] = first.detach()[self._first_block(head)]
-                for layer, blocks in enumerate(self.deeper, start=1):
-                    block = blocks[head]  # type: ignore[index]
-                    found[f"{head}.{layer}.linear.{kind}"] = getattr(block, kind).detach()
-        for name, weight in self.lm_heads.named_parameters():
-            found[f"lm_heads.{name}"] = weight.detach()
-        return found | ({} if self.tokens is None else {"token_map": self.tokens})
-
-    def _first_block(self, head: int) -> slice:
-        return slice(head * self.hidden, (head + 1) * self.hidden)
+        found: dict[str, Tensor] = {f"lm_heads.{n}": w for n, w in self.lm_heads.named_parameters()}
+        for kind in ("weight", "bias"):
+            blocks = [getattr(self.first, kind).unflatten(0, (self.heads, self.hidden))]
+            blocks += [[getattr(block, kind) for block in own] for own in self.deeper]  # type: ignore[attr-defined]
+            for layer, own in enumerate(blocks):
+                found |= {f"{head}.{layer}.linear.{kind}": own[head] for head in range(self.heads)}
+        if self.tokens is not None:
+            found["token_map"] = self.tokens
+        return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def new_heads(

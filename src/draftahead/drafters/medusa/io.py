@@ -12,6 +12,7 @@ from draftahead.drafters.head_files import (
     check_tokens,
     config_beside,
     dequantized_state,
+    fill,
     find_weights,
     tensors_in,
     write_head,
@@ -45,7 +46,10 @@ def load(source: str | Path, model: Any) -> MedusaHeads:
     file = find_weights(source, WEIGHTS)
     tensors = {_own_name(name): value for name, value in tensors_in(file, _select).items()}
     heads = _empty_heads(tensors, file, model)
-    _fill(heads, tensors, file)
+    published = heads.published_tensors()
+    biases = {name: zeros for name, zeros in published.items() if name.endswith(".bias")}
+    by = f"for this target, whose hidden size is {heads.hidden},"
+    fill(published, {**biases, **tensors}, file, what="Medusa head", by=by)  # some have no biases
     choices = config_beside(file).get("medusa_choices")
     if choices is not None:
         heads.choices = tuple(validated_paths("medusa_choices", choices, len(heads)))
@@ -101,23 +105,6 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
         lm_head_sizes=sizes,
         tokens=tokens,
     ).to(model.dtype)
-
-
-def _fill(heads: MedusaHeads, tensors: dict[str, Tensor], file: Path) -> None:
-    targets = heads.published_tensors()
-    for name, target in targets.items():
-        if name.endswith(".bias"):
-            tensors.setdefault(name, target)  # blocks may have none
-        if name not in tensors:
-            raise ConfigError(f"{file} is incomplete: {len(heads)} heads, but nothing for {name}")
-        if tensors[name].shape != target.shape:
-            raise ConfigError(
-                f"{file} holds heads for another model: {name} is {list(tensors[name].shape)} and "
-                f"would be {list(target.shape)} for this target, whose hidden size is "
-                f"{heads.hidden}"
-            )
-    for name, target in targets.items():
-        target.copy_(tensors[name])
 
 
 # ------------------------------------------------------------------------------------ saving
