@@ -173,12 +173,12 @@ class ModelRunner:
             padding = Padding()  # without it, it may be small enough
         if not decoder.supports(*padding.size(batch, num_nodes), with_logits):
             return None
-        idle = self.cache.tokens_in[place.first_slot + batch :][: padding.texts]
+        idle = self.cache.tokens_in[place.first_slot + batch :][: padding.num_sequences]
         output = decoder.forward(
             padding.tokens(tokens),
             held + [len(tokens) for tokens in idle],
             padding.parents(parents),
-            cache_slice=place._replace(kv_len=place.kv_len + padding.nodes),
+            cache_slice=place._replace(kv_len=place.kv_len + padding.num_nodes),
             with_logits=with_logits,
         )
         if output is None:
@@ -361,7 +361,7 @@ class ModelRunner:
             return False
         held = [len(tokens) for tokens in self.cache.tokens_in[:batch]]
         padding = Padding.of(self.cache, 0, held, num_nodes, fixed=True)
-        return decoder.supports(batch + padding.texts, num_nodes, True)
+        return decoder.supports(batch + padding.num_sequences, num_nodes, True)
 
     # --------------------------------------------------------------------------------- at load
 

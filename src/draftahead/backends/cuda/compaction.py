@@ -1,5 +1,5 @@
-"""Keys of accepted nodes moved up on a GPU, as one recording: its handful of kernels take the host
-longer to launch one by one than the device to run."""
+"""KV compaction on a GPU as one CUDA graph: its handful of kernels take the host longer to launch
+one by one than the device to run."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from torch import Tensor
 
 from draftahead.backends.cuda.graphs import GraphPool, Inputs
 from draftahead.backends.cuda.layers import power_of_two
-from draftahead.kv.cache import KVCache, compact
+from draftahead.kv.cache import KVCache, Move, compact
 
-FEWEST = 8  # moves of a recording; more are powers of two
+MIN_MOVES = 8  # of a graph; more are powers of two
 
 
 class CompactionInputs(Inputs):
     def __init__(self, count: int, device: torch.device) -> None:
         super().__init__([(3, count)], device)
-        self.rows, self.to, self.come = self.parts[0]
+        self.slots, self.to, self.source = self.parts[0]
 
 
 class GraphedCompaction:
+    """Moves KV entries in all layers of a cache."""
+
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self.graphs = GraphPool(cache.keys[0].device, "the cache")
+        self.graphs = GraphPool(cache.keys[0].device, "the KV cache")
 
-    def run(self, moves: Sequence[tuple[int, int, int]]) -> bool:
-        """(Row, to, from) of slots; False where that cannot be recorded."""
+    def run(self, moves: Sequence[Move]) -> bool:
+        """False where that cannot be captured."""
         if not self.graphs.works:
             return False
-        count = max(FEWEST, power_of_two(len(moves)))
-        # What fills it up moves a slot that no move is about to where it is.
+        count = max(MIN_MOVES, power_of_two(len(moves)))
         last = self._cache.num_entries - 1
-        filled = [*moves, *[(0, last, last)] * (count - len(moves))]
+        padded = [*moves, *[(0, last, last)] * (count - len(moves))]  # an entry to where it is
 
         def write(inputs: CompactionInputs) -> None:
-            inputs.words[:] = [number for part in zip(*filled, strict=True) for number in part]
+            inputs.words[:] = [number for part in zip(*padded, strict=True) for number in part]
 
         device, stored = self._cache.keys[0].device, self._cache.tensors()
         key = (count, *(tensor.data_ptr() for tensor in stored))
 
         def body(inputs: CompactionInputs) -> tuple[Tensor | None, ...]:
-            compact(stored, inputs.rows, inputs.to, inputs.come)
+            compact(stored, inputs.slots, inputs.to, inputs.source)
             return ()
 
         make = partial(CompactionInputs, count, device)

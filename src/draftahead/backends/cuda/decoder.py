@@ -1,4 +1,4 @@
-"""A pass of a llama-shaped decoder on a GPU: our Triton kernels, replayed as one CUDA graph."""
+"""The GPU backend of llama-shaped models: a forward by our Triton kernels, as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,44 +11,52 @@ from torch.nn import functional as F
 
 from draftahead.backends.base import CacheSlice, DeviceTree, is_plain, require
 from draftahead.backends.cuda.graphs import GraphPool, NodeInputs
-from draftahead.backends.cuda.layers import MOST_ROWS, Block, CudaLayers, KVSplits, power_of_two
+from draftahead.backends.cuda.layers import (
+    MAX_FORWARD_NODES,
+    CudaLayers,
+    KVSplits,
+    NodeBlock,
+    power_of_two,
+)
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core.types import ForwardOutput
 from draftahead.kv.cache import KVCache
 
-MOST_NODES = 64  # of a text: ancestors are the bits of one word
+MAX_NODES = 64  # of a sequence: ancestors are the bits of one word
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
 
 
 class CudaDecoder:
-    """A recognised model, bound to one cache."""
+    """A Backend: a llama-shaped model bound to one KV cache."""
 
-    batch_invariant = False  # the attention's stretches depend on how much is read
+    batch_invariant = False  # the number of KV splits depends on how much is read
     scores_device_drafts = True
     tolerance = 0.1  # two ways of rounding to half precision
 
-    def __init__(self, shape: LlamaSpec, cache: KVCache) -> None:
+    def __init__(self, spec: LlamaSpec, cache: KVCache) -> None:
         device, dtype = cache.keys[0].device, cache.keys[0].dtype
-        rope = getattr(shape.model.config, "rope_parameters", None) or {}
-        require(rope.get("rope_type", "default") in ROPE_TYPES, "angles that depend on the text")
-        require(type(shape.embed) is nn.Embedding, "embeddings")
-        require(is_plain(shape.embed.weight, dtype, device.type), "embeddings")
+        rope = getattr(spec.model.config, "rope_parameters", None) or {}
+        rope_type = rope.get("rope_type", "default")
+        require(rope_type in ROPE_TYPES, f"{rope_type} rotary angles depend on the sequence")
+        require(type(spec.embed) is nn.Embedding, "the embedding is no nn.Embedding")
+        plain = is_plain(spec.embed.weight, dtype, device.type)
+        require(plain, "the embedding has another dtype, device or layout than the KV cache")
         positions = torch.arange(cache.num_entries, device=device)[None]
-        cos, sin = shape.rotary(shape.embed.weight[None, :1], positions)
-        self.layers = CudaLayers(shape, cache, (cos[0], sin[0]))
-        self.shape, self.cache, self.device = shape, cache, device
-        self.graphs = GraphPool(device, type(shape.model).__name__)
-        self.best = torch.empty(MOST_ROWS, dtype=torch.int64, device=device)
-        self._watched: tuple[int, ...] = ()
+        cos, sin = spec.rotary(spec.embed.weight[None, :1], positions)
+        self.layers = CudaLayers(spec, cache, (cos[0], sin[0]))
+        self.spec, self.cache, self.device = spec, cache, device
+        self.graphs = GraphPool(device, type(spec.model).__name__)
+        self.argmax = torch.empty(MAX_FORWARD_NODES, dtype=torch.int64, device=device)
+        self._capture_depths: tuple[int, ...] = ()
 
     def capture_hidden(self, depths: tuple[int, ...]) -> None:
-        self._watched = depths
-        self.states = self.layers.empty(MOST_ROWS, len(depths), self.shape.hidden_size)
+        self._capture_depths = depths
+        self._captured = self.layers.empty(MAX_FORWARD_NODES, len(depths), self.spec.hidden_size)
         self.graphs.forget()
 
     def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
         # A prompt is bound by arithmetic, which is not what these kernels are made for.
-        small = num_nodes <= MOST_NODES and num_slots * num_nodes <= MOST_ROWS
+        small = num_nodes <= MAX_NODES and num_slots * num_nodes <= MAX_FORWARD_NODES
         return with_logits and small and self.graphs.works
 
     def forward(
@@ -60,54 +68,64 @@ class CudaDecoder:
         cache_slice: CacheSlice,
         with_logits: bool = True,
     ) -> ForwardOutput | None:
-        """Nodes [B, N] -> logits [B, N, V] and the best token after each, good until the next
-        pass."""
-        reach = KVSplits.over(cache_slice.first_slot, cache_slice.kv_len)
-        body = partial(self._pass, reach=reach)
-        found = self.graphs.over(
-            reach, body, tokens, kv_lens, parents, cache_slice.num_context_tokens
+        splits = KVSplits.over(cache_slice.first_slot, cache_slice.kv_len)
+        found = self.graphs.run_nodes(
+            splits,
+            partial(self._launch, splits=splits),
+            tokens,
+            kv_lens,
+            parents,
+            cache_slice.num_context_tokens,
         )
         if found is None:
             return None
-        logits, best = found
+        logits, argmax = found
         assert logits is not None
-        return ForwardOutput(logits, argmax=best)
+        return ForwardOutput(logits, argmax=argmax)
 
-    def _pass(self, inputs: NodeInputs, reach: KVSplits) -> tuple[Tensor | None, ...]:
-        """Every kernel of a pass, in order."""
-        s, layers, (texts, nodes) = self.shape, self.layers, inputs.tokens.shape
-        count, kernels = texts * nodes, self.layers.kernels
+    def _launch(self, inputs: NodeInputs, splits: KVSplits) -> tuple[Tensor | None, ...]:
+        """Every kernel of a forward, in order."""
+        spec, layers, kernels = self.spec, self.layers, self.layers.kernels
+        batch, num_nodes = inputs.tokens.shape
+        count = batch * num_nodes
         if inputs.known == "roots":
             layers.launch(
-                kernels.plant, texts, inputs.roots, inputs.trees, inputs.tokens, inputs.depths,
-                inputs.ancestors, s.embed.weight.shape[0], NODES=nodes, BLOCK=power_of_two(nodes),
+                kernels.unpack_trees, batch,
+                roots=inputs.roots, trees=inputs.trees, tokens=inputs.tokens,
+                depths=inputs.depths, ancestors=inputs.ancestors,
+                vocab_size=spec.embed.weight.shape[0], NODES=num_nodes,
+                BLOCK=power_of_two(num_nodes),
             )  # fmt: skip
         layers.launch(
             kernels.embed, count,
-            inputs.tokens, s.embed.weight, s.layers[0].input_norm, layers.x, layers.scaled,
-            layers.squares[0], HIDDEN=s.hidden_size, PARTS=layers.parts, SHIFT=layers.shift,
-            BLOCK=power_of_two(s.hidden_size),
+            tokens=inputs.tokens, table=spec.embed.weight, norm=spec.layers[0].input_norm,
+            x=layers.x, scaled=layers.scaled, squares=layers.squares[0], HIDDEN=spec.hidden_size,
+            NUM_PARTIALS=layers.num_partials, NORM_SCALE=layers.norm_scale,
+            BLOCK=power_of_two(spec.hidden_size),
         )  # fmt: skip
-        block = Block(inputs.real, inputs.lengths, inputs.depths, inputs.ancestors, nodes)
-        layers.run(block, reach, shown=partial(self._show, count=count))
-        tiles, _ = layers.vocabulary(count)
+        block = NodeBlock(
+            inputs.num_context_tokens, inputs.kv_lens, inputs.depths, inputs.ancestors, num_nodes
+        )
+        layers.run(block, splits, after_layer=partial(self._capture, count=count))
+        tiles, _ = layers.lm_head(count)
         layers.launch(
-            kernels.pick, count, layers.tops, layers.places, self.best, tiles,
-            BLOCK=power_of_two(tiles),
+            kernels.argmax, count,
+            tile_max=layers.tile_max, tile_argmax=layers.tile_argmax, best=self.argmax,
+            tiles=tiles, BLOCK=power_of_two(tiles),
         )  # fmt: skip
-        if self._watched:
-            slots = inputs.lengths[:, None] + torch.arange(nodes, device=self.device)
-            states = self.states[:count].view(texts, nodes, len(self._watched), -1)
-            self.cache.store_hidden(states, reach.first, slots)
-        logits = layers.logits[:count].view(texts, nodes, -1)
-        return logits, self.best[:count].view(texts, nodes)
+        if self._capture_depths:
+            entries = inputs.kv_lens[:, None] + torch.arange(num_nodes, device=self.device)
+            hidden = self._captured[:count].view(batch, num_nodes, len(self._capture_depths), -1)
+            self.cache.store_hidden(hidden, splits.first_slot, entries)
+        logits = layers.logits[:count].view(batch, num_nodes, -1)
+        return logits, self.argmax[:count].view(batch, num_nodes)
 
-    def _show(self, done: int, count: int) -> None:
-        for place, depth in enumerate(self._watched):
-            if depth == done:
-                state = self.layers.x[:count]
-                if done == len(self.shape.layers):
-                    state = F.rms_norm(
-                        state, state.shape[-1:], self.shape.final_norm, self.shape.norm_eps
-                    )
-                self.states[:count, place] = state
+    def _capture(self, num_layers: int, count: int) -> None:
+        """Keeps the hidden states after so many layers; after the last one they are normed."""
+        for index, depth in enumerate(self._capture_depths):
+            if depth == num_layers:
+                hidden = self.layers.x[:count]
+                if num_layers == len(self.spec.layers):
+                    size = hidden.shape[-1:]
+                    hidden = F.rms_norm(hidden, size, self.spec.final_norm, self.spec.norm_eps)
+                self._captured[:count, index] = hidden

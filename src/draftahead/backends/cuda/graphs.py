@@ -1,9 +1,9 @@
-"""CUDA graphs by the shape of a pass, recorded when first needed and bounded in number.
+"""CUDA graphs by the shape of a forward, captured when first needed and bounded in number.
 
-Launching the hundreds of kernels of a pass one by one takes the host longer than the GPU needs to
-run them. A graph launches them all at once; it can be replayed because everything that changes
-from pass to pass lies in one small block of integers, which the graph itself fetches: to the host
-a pass is some numbers written to memory and one launch.
+Launching the hundreds of kernels of a forward one by one takes the host longer than the GPU needs
+to run them. A graph launches them all at once. It can be replayed because everything that changes
+from one forward to the next lies in one small block of integers, which the graph itself copies to
+the device: to the host a forward is some numbers written to memory and one launch.
 """
 
 from __future__ import annotations
@@ -27,79 +27,80 @@ from draftahead.core.stats import CompileTime
 
 logger = logging.getLogger("draftahead")
 
-MOST_GRAPHS = 256
-MOST_ALIKE = 8  # recordings of one shape: so many passes of it can be under way
+# Graphs of a pool. Each holds some memory; with fewer, shapes that return are captured again.
+MAX_GRAPHS = 256
+MAX_IN_FLIGHT = 8  # graphs of one shape: so many forwards of it can be under way
 
-# What the host knows of a pass: all, all but the tokens, or neither the tokens nor the trees.
+# What the host knows of a forward's nodes: all, all but the tokens, or the roots only.
 Known = Literal["all", "shape", "roots"]
 
 
 class Inputs:
-    """What changes from pass to pass: a block of int64 on the host, its copy on the device, and the
-    parts of that, of which the first `sent` come from the host."""
+    """What changes from one forward to the next: a block of int64 in host memory, its copy on the
+    device, and the parts of that, of which the first `num_sent` come from the host."""
 
     def __init__(
-        self, shapes: Sequence[tuple[int, ...]], device: torch.device, sent: int | None = None
+        self, shapes: Sequence[tuple[int, ...]], device: torch.device, num_sent: int | None = None
     ) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         self._block = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         parts = zip(torch.split(self._block, sizes), shapes, strict=True)
         self.parts = [part.view(shape) for part, shape in parts]
-        self._here = _pinned(self, sum(sizes[:sent]), device_of(device))
-        self.words = self._here.numpy()
+        self._host = _pinned(self, sum(sizes[:num_sent]), device_of(device))
+        self.words = self._host.numpy()
 
-    def fetch(self) -> None:
-        """The first thing a pass does."""
-        self._block[: len(self._here)].copy_(self._here, non_blocking=True)
+    def copy_to_device(self) -> None:
+        """The first operation of a forward."""
+        self._block[: len(self._host)].copy_(self._host, non_blocking=True)
 
 
 class NodeInputs(Inputs):
-    """Of a pass over [texts, nodes]."""
+    """Inputs of a forward over nodes [B, N]."""
 
-    def __init__(self, texts: int, nodes: int, device: torch.device, known: Known) -> None:
-        each = (texts, nodes)
-        shapes = [(1,), (texts,), (texts,), each, each, each, (texts, 2, nodes)]
+    def __init__(self, batch: int, num_nodes: int, device: torch.device, known: Known) -> None:
+        size = (batch, num_nodes)
+        shapes = [(1,), (batch,), (batch,), size, size, size, (batch, 2, num_nodes)]
         super().__init__(shapes, device, {"all": 6, "shape": 5, "roots": 3}[known])
         self.known = known
-        self.real, self.lengths, self.roots, *parts = self.parts
-        # Of trees (tokens and parents) that are under way the pass itself finds the others.
+        self.num_context_tokens, self.kv_lens, self.roots, *parts = self.parts
+        # Of device drafts, the forward itself computes the others from `trees`.
         self.depths, self.ancestors, self.tokens, self.trees = parts
-        chain = [*range(nodes)] * texts + tree.ancestor_bits(range(-1, nodes - 1)) * texts
-        self._chain = chain  # depths and ancestors of a draft without branches
+        self._chain = [*range(num_nodes)] * batch  # depths and ancestors of chains
+        self._chain += tree.ancestor_bits(range(-1, num_nodes - 1)) * batch
 
     def write(
         self,
         tokens: Tensor,
-        lengths: Sequence[int],
+        kv_lens: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
-        real: int,
+        num_context_tokens: int,
     ) -> None:
-        start = [real, *lengths]
+        start = [num_context_tokens, *kv_lens]
         if isinstance(parents, DeviceTree):
             self.words[:] = [*start, *parents.roots]
             self.trees.copy_(parents.trees[:, :2])
-        else:
-            shape = self._chain
-            if parents is not None:
-                shape = [depth for row in parents for depth in tree.depths(row)]
-                shape += [word for row in parents for word in tree.ancestor_bits(row)]
-            said = tokens.flatten().tolist() if self.known == "all" else ()
-            self.words[:] = [*start, *[0] * len(lengths), *shape, *said]
+            return
+        shape = self._chain
+        if parents is not None:
+            shape = [depth for one in parents for depth in tree.depths(one)]
+            shape += [word for one in parents for word in tree.ancestor_bits(one)]
+        known_tokens = tokens.flatten().tolist() if self.known == "all" else ()
+        self.words[:] = [*start, *[0] * len(kv_lens), *shape, *known_tokens]
         if self.known == "shape":
             self.tokens.copy_(tokens)
 
 
-_SPARE: dict[tuple[torch.device, int], list[Tensor]] = {}  # by device and length
+_UNUSED: dict[tuple[torch.device, int], list[Tensor]] = {}  # by device and length
 
 
 def _pinned(owner: Inputs, length: int, device: Device) -> Tensor:
-    """Host memory that a device can read by itself, kept for the next owner. Freeing it would leave
-    a mark on the stream that graphs are recorded on, and in whatever is being recorded there."""
-    spare = _SPARE.setdefault((device.device, length), [])
-    if spare:
-        device.synchronize()  # its last owner may have left a pass under way
-    found = spare.pop() if spare else device.pinned(torch.zeros(length, dtype=torch.int64))
-    weakref.finalize(owner, spare.append, found)
+    """Host memory that a device can read by itself, kept for the next owner. Freeing it would
+    record an event in the stream that graphs are captured on, and in whatever is being captured."""
+    unused = _UNUSED.setdefault((device.device, length), [])
+    if unused:
+        device.synchronize()  # a forward of its last owner may still read it
+    found = unused.pop() if unused else device.pinned(torch.zeros(length, dtype=torch.int64))
+    weakref.finalize(owner, unused.append, found)
     return found
 
 
@@ -118,65 +119,66 @@ class CapturedGraph:
     def is_free(self) -> bool:
         return self.done.query()
 
-    def set_up(self) -> Captured:
-        """What is done meanwhile is done several times, with the inputs as they are."""
+    def capture(self) -> Captured:
+        """Captures the graph if it has not been. The body runs several times, with the inputs as
+        they are."""
         if self._graph is None:
             with CompileTime.counted():
-                self._pass()  # compiles kernels and makes workspaces: neither may be recorded
-                # A pass that waits for the device cannot be recorded, and to find that out by
-                # recording leaves torch's allocators in disorder. So it is found out before.
+                self._forward()  # compiles kernels and makes workspaces, which capture must not
+                # What waits for the device cannot be captured, and a capture that fails leaves
+                # torch's allocators in disorder. So it is found out before.
                 with self._device.refusing_to_wait():
-                    self._pass()
+                    self._forward()
                 self._device.synchronize()
-                self._graph = self._memory.capture(self._pass)
+                self._graph = self._memory.capture(self._forward)
                 self._graph.replay()  # the first takes longer
                 self._device.synchronize()
         return self._graph
 
-    def run(self, clock: DeviceTimer | None = None) -> Output:
-        """The output's memory belongs to the graph: good until its next run."""
-        graph = self.set_up()
-        if clock is not None:
-            clock.mark()
+    def run(self, timer: DeviceTimer | None = None) -> Output:
+        """The output's memory belongs to the graph, and is valid until its next run."""
+        graph = self.capture()
+        if timer is not None:
+            timer.mark()
         graph.replay()
-        if clock is not None:
-            clock.mark()
+        if timer is not None:
+            timer.mark()
         self.done.record()
         output: Output = graph.output
         return output
 
-    def _pass(self) -> Output:
-        self.inputs.fetch()
+    def _forward(self) -> Output:
+        self.inputs.copy_to_device()
         return self._body(self.inputs)
 
 
 class GraphPool:
-    """Recordings by key, the one least lately used dropped for a new one."""
+    """Graphs by key; the least recently used one is dropped for a new one."""
 
     def __init__(self, device: torch.device, owner: str) -> None:
-        self._device, self._owner, self.most = device_of(device), owner, MOST_GRAPHS
-        self._kept: OrderedDict[Hashable, list[CapturedGraph]] = OrderedDict()
+        self._device, self._owner, self.max_graphs = device_of(device), owner, MAX_GRAPHS
+        self._graphs: OrderedDict[Hashable, list[CapturedGraph]] = OrderedDict()
         self.works = True
         self._memory = self._device.graph_memory()
 
-    def over(
+    def run_nodes(
         self,
         key: Hashable,
         body: Body,
         tokens: Tensor,
-        lengths: Sequence[int],
+        kv_lens: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
-        real: int,
+        num_context_tokens: int,
     ) -> Output | None:
-        """One pass over nodes [B, N]."""
-        texts, nodes = tokens.shape
+        """A forward over nodes [B, N]."""
+        batch, num_nodes = tokens.shape
         on_host: Known = "all" if self._device.is_on_host(tokens) else "shape"
         known: Known = "roots" if isinstance(parents, DeviceTree) else on_host
         return self.run(
-            (key, texts, nodes, known),
+            (key, batch, num_nodes, known),
             body,
-            lambda: NodeInputs(texts, nodes, self._device.device, known),
-            lambda inputs: inputs.write(tokens, lengths, parents, real),
+            lambda: NodeInputs(batch, num_nodes, self._device.device, known),
+            lambda inputs: inputs.write(tokens, kv_lens, parents, num_context_tokens),
         )
 
     def run(
@@ -185,70 +187,71 @@ class GraphPool:
         body: Body,
         make: Callable[[], Any],
         write: Callable[[Any], None],
-        clock: DeviceTimer | None = None,
+        timer: DeviceTimer | None = None,
         *,
         once: bool = False,
     ) -> Output | None:
-        """One pass, with Inputs made for it once and written each time; None, and a warning, where
-        passes cannot be recorded or kernels not be compiled. `once`: it may not be done twice, and
-        is nothing with zeros for inputs."""
+        """Replays the graph of `body`, captured if there is none: its Inputs are made by `make` and
+        written by `write` each time. None, and a warning, where `body` cannot be captured or its
+        kernels not be compiled. `once`: the body must not run twice on the same inputs; it does
+        nothing on zeros."""
         with self._device.active():
-            recording = self._free(key, body, make)
+            graph = self._free_graph(key, body, make)
             if once:
-                recording.inputs.words[:] = 0
+                graph.inputs.words[:] = 0
             else:
-                write(recording.inputs)
+                write(graph.inputs)
             try:
-                recording.set_up()
+                graph.capture()
             except self._device.capture_errors as failure:
                 self._give_up(failure)
                 return None
             if once:
-                write(recording.inputs)
-            return recording.run(clock)
+                write(graph.inputs)
+            return graph.run(timer)
 
     def _give_up(self, failure: Exception) -> None:
-        """From now on passes run eagerly. Said once: afterwards `works` is False."""
+        """From now on forwards run eagerly. Said once: afterwards `works` is False."""
         self.works = False
-        self._kept.clear()
-        said = str(failure).strip().splitlines() or [type(failure).__name__]
+        self._graphs.clear()
+        reason = str(failure).strip().splitlines() or [type(failure).__name__]
         message = (
-            f"passes of {self._owner} cannot be recorded as a CUDA graph, so they run eagerly, "
-            f"at the host's pace: {said[0]}"
+            f"forwards of {self._owner} cannot be captured as a CUDA graph, so they run eagerly, "
+            f"which is slower: {reason[0]}"
         )
         logger.warning(message, exc_info=failure)
         warnings.warn(message, stacklevel=3)
 
-    def _free(self, key: Hashable, body: Body, make: Callable[[], Any]) -> CapturedGraph:
-        """A recording of this shape that is not under way; made if there is none."""
-        found = self._kept.pop(key, [])
-        self._kept[key] = found  # as the one used last
-        recording = next((one for one in found if one.is_free()), None)
-        if recording is None and len(found) >= MOST_ALIKE:
-            recording = found[0]
-            recording.done.synchronize()
-        if recording is not None:
-            found.remove(recording)
+    def _free_graph(self, key: Hashable, body: Body, make: Callable[[], Any]) -> CapturedGraph:
+        """A graph of this key that is not under way; a new one if there is none."""
+        found = self._graphs.pop(key, [])
+        self._graphs[key] = found  # as the most recently used
+        graph = next((one for one in found if one.is_free()), None)
+        if graph is None and len(found) >= MAX_IN_FLIGHT:
+            graph = found[0]
+            graph.done.synchronize()
+        if graph is not None:
+            found.remove(graph)
         else:
-            if len(self) >= self.most:
+            if len(self) >= self.max_graphs:
                 self._drop_oldest()
-            recording = CapturedGraph(make(), body, self._device, self._memory)
-        found.append(recording)
-        return recording
+            graph = CapturedGraph(make(), body, self._device, self._memory)
+        found.append(graph)
+        return graph
 
     def forget(self) -> None:
-        """What was recorded is not what a pass is from now on."""
-        if self._kept:
+        """Drops all graphs: what they captured is not what a forward is from now on."""
+        if self._graphs:
             self._device.synchronize()
-            self._kept.clear()
+            self._graphs.clear()
             self._memory.renew()
 
     def _drop_oldest(self) -> None:
         self._device.synchronize()
-        oldest = next(key for key, found in self._kept.items() if found)
-        self._kept[oldest].pop(0)
-        if not self._kept[oldest]:
-            del self._kept[oldest]
+        oldest = next(key for key, found in self._graphs.items() if found)
+        self._graphs[oldest].pop(0)
+        if not self._graphs[oldest]:
+            del self._graphs[oldest]
 
     def __len__(self) -> int:
-        return sum(map(len, self._kept.values()))
+        return sum(map(len, self._graphs.values()))

@@ -1,8 +1,8 @@
-"""The model's own forward, recorded as CUDA graphs: for models whose shape our kernels do not know.
+"""The model's own forward, captured as CUDA graphs: for models that our kernels do not support.
 
-Nothing in such a pass may depend on values that only the host knows, so the mask, the positions and
-the slots are computed on the device from the integers that change. With `compiled`, each layer also
-goes through torch.compile: fewer kernels, for some seconds at every new number of nodes.
+Nothing in a graph may depend on values that only the host knows, so the mask, the positions and the
+KV entries are computed on the device from the integers that change. With `compiled`, each layer
+also goes through torch.compile: fewer kernels, for some seconds at every new number of nodes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from draftahead.core.types import ForwardOutput
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache
 
-MOST_NODES = 64
-MOST_SHAPES = 64  # that one layer is compiled for
-SHORTEST = 256  # slots; longer stretches are powers of two
-FEWEST = 32  # tokens of a prompt's pass; more are powers of two
+MAX_NODES = 64
+MAX_COMPILED_SHAPES = 64  # of one layer
+# KV entries that a forward reads, at least; more are powers of two. Smaller starts read less in
+# short contexts, and capture more graphs.
+MIN_KV_LEN = 256
+MIN_PREFILL = 32  # tokens of a graph for prompts; more are powers of two
 
 Forward = Callable[[Tensor, Tensor, Tensor, CacheView, bool], Tensor]
 
 
 class GraphedForward:
+    """A Backend: the model's own forward as a CUDA graph."""
+
     batch_invariant = scores_device_drafts = False
 
     def __init__(self, model: Any, forward: Forward, cache: KVCache, *, compiled: bool) -> None:
@@ -39,13 +43,13 @@ class GraphedForward:
         self.graphs = GraphPool(cache.keys[0].device, type(model).__name__)
         self._layers = CompiledLayers(model) if compiled else None
         half = cache.keys[0].dtype in (torch.bfloat16, torch.float16)
-        self.tolerance = 0.1 if half else 1e-3  # other numbers of slots make other sums
+        self.tolerance = 0.1 if half else 1e-3  # other numbers of KV entries, other sums
 
     def capture_hidden(self, depths: tuple[int, ...]) -> None:
-        self.graphs.forget()  # the forward itself stores the states
+        self.graphs.forget()  # the forward itself stores the hidden states
 
     def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
-        return self.graphs.works and with_logits and num_nodes <= MOST_NODES
+        return self.graphs.works and with_logits and num_nodes <= MAX_NODES
 
     def forward(
         self,
@@ -56,14 +60,14 @@ class GraphedForward:
         cache_slice: CacheSlice,
         with_logits: bool = True,
     ) -> ForwardOutput | None:
-        """None where a pass cannot be recorded."""
-        live = SHORTEST
-        while live < cache_slice.kv_len:
-            live *= 2
-        cache_slice = cache_slice._replace(kv_len=min(live, self._cache.num_entries))
-        body = partial(self._pass, cache_slice=cache_slice)
-        found = self.graphs.over(
-            cache_slice, body, tokens, kv_lens, parents, cache_slice.num_context_tokens
+        cache_slice = cache_slice._replace(kv_len=_rounded(cache_slice.kv_len, self._cache))
+        found = self.graphs.run_nodes(
+            cache_slice,
+            partial(self._launch, cache_slice=cache_slice),
+            tokens,
+            kv_lens,
+            parents,
+            cache_slice.num_context_tokens,
         )
         if found is None:
             return None
@@ -71,73 +75,72 @@ class GraphedForward:
         assert logits is not None
         return ForwardOutput(logits)
 
-    def _pass(self, inputs: NodeInputs, cache_slice: CacheSlice) -> tuple[Tensor | None, ...]:
-        nodes, lengths = inputs.tokens.shape[1], inputs.lengths
-        index = torch.arange(nodes, device=lengths.device)
+    def _launch(self, inputs: NodeInputs, cache_slice: CacheSlice) -> tuple[Tensor | None, ...]:
+        first_slot, kv_len, last_position, num_context_tokens = cache_slice
+        num_nodes, kv_lens = inputs.tokens.shape[1], inputs.kv_lens
+        index = torch.arange(num_nodes, device=kv_lens.device)
         ancestors = ((inputs.ancestors[:, :, None] >> index) & 1) == 1
-        mask = attention.distances(lengths, inputs.depths, ancestors, cache_slice.kv_len)
-        positions = (lengths[:, None] + inputs.depths).clamp(max=cache_slice.last_position)
-        slots = lengths[:, None] + index
-        window = CacheView(
-            self._cache,
-            cache_slice.first_slot,
-            slots,
-            cache_slice.kv_len,
-            cache_slice.num_context_tokens,
-        )
+        mask = attention.distances(kv_lens, inputs.depths, ancestors, kv_len)
+        positions = (kv_lens[:, None] + inputs.depths).clamp(max=last_position)
+        entries = kv_lens[:, None] + index
+        view = CacheView(self._cache, first_slot, entries, kv_len, num_context_tokens)
         if self._layers is None:
-            return (self._forward(inputs.tokens, positions, mask, window, True),)
+            return (self._forward(inputs.tokens, positions, mask, view, True),)
         with self._layers.in_place():
-            return (self._forward(inputs.tokens, positions, mask, window, True),)
+            return (self._forward(inputs.tokens, positions, mask, view, True),)
+
+
+def _rounded(kv_len: int, cache: KVCache) -> int:
+    return min(max(MIN_KV_LEN, power_of_two(kv_len)), cache.num_entries)
 
 
 class PrefillInputs(Inputs):
-    """Of one text's pass over so many tokens."""
+    """Inputs of one sequence's forward over so many prompt tokens."""
 
-    def __init__(self, nodes: int, device: torch.device) -> None:
-        super().__init__([(1,), (1,), (1,), (1, nodes)], device)
-        self.row, self.length, self.real, self.tokens = self.parts
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        super().__init__([(1,), (1,), (1,), (1, num_tokens)], device)
+        self.slot, self.kv_len, self.num_context_tokens, self.tokens = self.parts
 
 
 class GraphedPrefill:
-    """A prompt's pass by a model's own forward, or by a head's. Few hundred tokens keep a device
-    busy for less time than the host needs to launch all that; so from the second time on, passes
-    over about as many tokens are recordings."""
+    """Prefill by a model's own forward, or by a head's. A few hundred tokens keep a device busy for
+    less time than the host needs to launch the kernels, so from the second prompt of about the same
+    length on it is a CUDA graph."""
 
     def __init__(self, owner: str, forward: Forward, cache: KVCache) -> None:
         self._forward, self._cache = forward, cache
         self.graphs = GraphPool(cache.keys[0].device, owner)
         self._seen: set[tuple[int, int]] = set()
 
-    def run(self, row: int, tokens: Sequence[int], held: int, last_position: int) -> bool:
-        """Tokens behind the first `held` of a row; False where the pass is for others."""
-        nodes = max(FEWEST, power_of_two(len(tokens)))
-        live = min(max(SHORTEST, power_of_two(held + nodes)), self._cache.num_entries)
-        is_new = (nodes, live) not in self._seen
-        self._seen.add((nodes, live))
-        if is_new or held + nodes > live or not self.graphs.works:
+    def run(self, slot: int, tokens: Sequence[int], held: int, last_position: int) -> bool:
+        """Tokens behind the first `held` of a slot; False where nothing was computed."""
+        size = max(MIN_PREFILL, power_of_two(len(tokens)))
+        kv_len = _rounded(held + size, self._cache)
+        is_new = (size, kv_len) not in self._seen
+        self._seen.add((size, kv_len))
+        if is_new or held + size > kv_len or not self.graphs.works:
             return False
 
         def write(inputs: PrefillInputs) -> None:
-            inputs.words[:] = [row, held, len(tokens), *tokens, *[0] * (nodes - len(tokens))]
+            inputs.words[:] = [slot, held, len(tokens), *tokens, *[0] * (size - len(tokens))]
 
         found = self.graphs.run(
-            (nodes, live, last_position),
-            partial(self._pass, live=live, last_position=last_position),
-            lambda: PrefillInputs(nodes, self._cache.keys[0].device),
+            (size, kv_len, last_position),
+            partial(self._launch, kv_len=kv_len, last_position=last_position),
+            lambda: PrefillInputs(size, self._cache.keys[0].device),
             write,
         )
         return found is not None
 
-    def _pass(
-        self, inputs: PrefillInputs, live: int, last_position: int
+    def _launch(
+        self, inputs: PrefillInputs, kv_len: int, last_position: int
     ) -> tuple[Tensor | None, ...]:
-        depths = torch.arange(inputs.tokens.shape[1], device=inputs.length.device)[None]
-        mask = attention.distances(inputs.length, depths, None, live)
-        slots = inputs.length[:, None] + depths
-        window = CacheView(self._cache, inputs.row, slots, live, inputs.real)
-        positions = slots.clamp(max=last_position)
-        return (self._forward(inputs.tokens, positions, mask, window, False),)
+        depths = torch.arange(inputs.tokens.shape[1], device=inputs.kv_len.device)[None]
+        mask = attention.distances(inputs.kv_len, depths, None, kv_len)
+        entries = inputs.kv_len[:, None] + depths
+        view = CacheView(self._cache, inputs.slot, entries, kv_len, inputs.num_context_tokens)
+        positions = entries.clamp(max=last_position)
+        return (self._forward(inputs.tokens, positions, mask, view, False),)
 
 
 class CompiledLayers:
@@ -145,11 +148,11 @@ class CompiledLayers:
 
     def __init__(self, model: Any) -> None:
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-        stack = max(lists, key=len, default=None)
-        if stack is None or any("past_key_values" in vars(layer) for layer in stack):
-            raise UnsupportedSpecError("no list of layers")
-        self._layers = list(stack)
-        # The compiler counts by code: each model has its own, and room for its shapes.
+        layers = max(lists, key=len, default=None)
+        if layers is None or any("past_key_values" in vars(layer) for layer in layers):
+            raise UnsupportedSpecError("the model has no list of layers to compile")
+        self._layers = list(layers)
+        # The compiler counts shapes by code object: so each model has its own.
         code = _call.__code__.replace(co_name=f"{type(model).__name__}_{id(self)}")
         self._compiled = torch.compile(FunctionType(code, globals()), dynamic=False)
 
@@ -158,16 +161,16 @@ class CompiledLayers:
         try:
             for index, layer in enumerate(self._layers):
                 layer.__dict__["forward"] = partial(self._run, index, layer)
-            with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+            with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_SHAPES):
                 yield
         finally:
             for layer in self._layers:
                 del layer.__dict__["forward"]
 
     def _run(self, index: int, layer: nn.Module, *args: Any, **options: Any) -> Any:
-        # Its own part of the cache: with all of it, the layer's number would be compiled in.
-        if isinstance(window := options.get("past_key_values"), CacheView):
-            options["past_key_values"] = window.of_layer(index)
+        # Its own layer of the cache: with all of it, the layer's index would be compiled in.
+        if isinstance(view := options.get("past_key_values"), CacheView):
+            options["past_key_values"] = view.of_layer(index)
         return self._compiled(layer, *args, **options)
 
 

@@ -1,4 +1,4 @@
-"""Layers of a llama-shaped decoder on a GPU: our Triton kernels over a few rows."""
+"""Layers of a llama-shaped decoder on a GPU: our Triton kernels over a few nodes."""
 
 from __future__ import annotations
 
@@ -9,162 +9,178 @@ import torch
 from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError, is_plain, require
-from draftahead.backends.llama_spec import LayerSpec, LlamaSpec
+from draftahead.backends.llama_spec import SILU, LayerSpec, LlamaSpec
 from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
-MOST_ROWS = 128  # of all nodes of a pass
-BLOCK = 64  # keys that the attention takes at a time; a program takes one or four such blocks
-SHORT = 1024  # keys up to which it takes one
+# Nodes of a forward, of all sequences. More would need larger tiles: then arithmetic is the bound.
+MAX_FORWARD_NODES = 128
+KV_BLOCK = 64  # KV entries that the attention kernel takes at a time
+# KV entries up to which a program takes one such block; beyond, it takes LONG_BLOCKS of them. A
+# higher limit runs more programs in longer contexts, and combines more results.
+SHORT_KV_LEN, LONG_BLOCKS = 1024, 4
 # Tiles of weights: outputs, inputs, stages in flight. Tuned on an H200 for layers of 4096.
 TILES = {
     "qkv": (64, 128, 5),
     "o": (32, 512, 3),
-    "gated": (64, 128, 3),
+    "gate_up": (64, 128, 3),
     "down": (32, 256, 6),
-    "head": (64, 128, 5),
+    "lm_head": (64, 128, 5),
 }
-FULL = 128  # programs that keep all of such a GPU's processors reading
-SHARED = 200 * 1024  # bytes of a processor's own memory that the stages of a tile may take
+MIN_PROGRAMS = 128  # that keep all of such a GPU's multiprocessors reading
+MAX_SHARED_MEMORY = 200 * 1024  # bytes that the stages of a tile may take
 
 
-class Block(NamedTuple):
-    """Nodes of B texts, and where they stand."""
+class NodeBlock(NamedTuple):
+    """Nodes of B sequences in a forward."""
 
-    real: Tensor  # [1] nodes that belong to the text; guesses follow
-    lengths: Tensor  # [B] slots before the block
+    num_context_tokens: Tensor  # [1] the first nodes, which are text; drafted ones follow
+    kv_lens: Tensor  # [B] KV entries before the block
     depths: Tensor  # [B, N] of the whole block
     ancestors: Tensor  # [B, N] as bits
-    nodes: int  # of a text to compute
-    before: int = 0  # nodes of the block that were computed before these
+    num_nodes: int  # of a sequence, to compute
+    num_earlier: int = 0  # nodes of the block that were computed before these
 
     @property
-    def texts(self) -> int:
-        return len(self.lengths)
+    def num_sequences(self) -> int:
+        return len(self.kv_lens)
 
     @property
-    def rows(self) -> int:
-        return self.texts * self.nodes
+    def total_nodes(self) -> int:
+        return self.num_sequences * self.num_nodes
 
 
 class KVSplits(NamedTuple):
-    """Which rows of the cache a pass reads, and in how many stretches of how many blocks."""
+    """Which KV entries a forward reads, and in how many splits of how many blocks."""
 
-    first: int
-    splits: int
-    blocks: int
+    first_slot: int
+    num_splits: int
+    blocks_per_split: int
 
     @staticmethod
-    def over(first: int, live: int) -> KVSplits:
-        blocks = 1 if live <= SHORT else 4
-        needed, splits = -(-live // (blocks * BLOCK)), 1
+    def over(first_slot: int, kv_len: int) -> KVSplits:
+        blocks = 1 if kv_len <= SHORT_KV_LEN else LONG_BLOCKS
+        needed, splits = -(-kv_len // (blocks * KV_BLOCK)), 1
         while splits < needed:
-            splits *= 4  # in few steps: each is a recording of its own
-        return KVSplits(first, splits, blocks)
+            splits *= 4  # in few steps: each is a CUDA graph of its own
+        return KVSplits(first_slot, splits, blocks)
 
 
 class CudaLayers:
-    def __init__(self, shape: LlamaSpec, cache: KVCache, turns: tuple[Tensor, Tensor]) -> None:
-        """`turns`: cosines and sines [slots, width]."""
+    """Layers bound to a KV cache, with the buffers between their kernels."""
+
+    def __init__(self, spec: LlamaSpec, cache: KVCache, cos_sin: tuple[Tensor, Tensor]) -> None:
+        """`cos_sin`: [entries, head_dim] each."""
         try:
             from draftahead.backends.cuda import kernels
         except Exception as problem:  # not installed, or not for this machine
             raise UnsupportedSpecError(
                 f"Triton does not load: {problem}", faster="install triton"
             ) from problem
-        self.kernels, self.shape, self.cache = kernels, shape, cache
+        self.kernels, self.spec, self.cache = kernels, spec, cache
         self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
-        self._check()
-        self._shared = SHARED
-        if (room := device_of(self.device).shared_memory()) is not None:
-            self._shared = min(SHARED, room - 8 * 1024)
-        rows, make = MOST_ROWS, self.empty
-        self.x, self.middle, self.scaled = (make(rows, shape.hidden_size) for _ in range(3))
-        self.qkv = make(rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
-        self.mixed = make(rows, shape.num_heads * shape.head_dim)
-        self.inner = make(rows, shape.intermediate_size)
-        self.logits = make(rows, shape.vocab_size)
-        tiles = [
-            self._tile(name, 1, shape.hidden_size, shape.hidden_size) for name in ("o", "down")
-        ]
-        self.parts = power_of_two(-(-shape.hidden_size // min(tile["BLOCK_N"] for tile in tiles)))
-        # Of each tile of the vocabulary: the largest logit, its place, and all of them beside it.
-        most = rows, -(-shape.vocab_size // 16)
-        self.tops = torch.empty(most, device=self.device)
-        self.places = torch.empty(most, dtype=torch.int32, device=self.device)
-        self.sums = torch.empty(most, device=self.device)
-        # float16 has little room above: what is scaled for a norm is kept small meanwhile.
-        self.shift = 1.0 if self.dtype == torch.bfloat16 else 2.0**-6
-        # Programs write their own partial sum; what no program owns stays 0.
-        self.squares = torch.zeros(2, rows, self.parts, device=self.device)
-        self.cos, self.sin = (turn.to(self.dtype).contiguous() for turn in turns)
+        self._require_supported()
+        self._shared_memory = MAX_SHARED_MEMORY
+        if (available := device_of(self.device).shared_memory()) is not None:
+            self._shared_memory = min(MAX_SHARED_MEMORY, available - 8 * 1024)
+        nodes, empty = MAX_FORWARD_NODES, self.empty
+        # The residual stream before and after attention, and multiplied by a norm's weight.
+        self.x, self.after_attention, self.scaled = (
+            empty(nodes, spec.hidden_size) for _ in range(3)
+        )
+        self.qkv = empty(nodes, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        self.attended = empty(nodes, spec.num_heads * spec.head_dim)
+        self.activated = empty(nodes, spec.intermediate_size)
+        self.logits = empty(nodes, spec.vocab_size)
+        # Of each tile of the vocabulary: the largest logit, its index, and the sum of exponentials
+        # relative to it.
+        tiles = nodes, -(-spec.vocab_size // 16)
+        self.tile_max, self.tile_sums = (torch.empty(tiles, device=self.device) for _ in range(2))
+        self.tile_argmax = torch.empty(tiles, dtype=torch.int32, device=self.device)
+        # float16 overflows early: what is multiplied by a norm's weight is kept small meanwhile.
+        self.norm_scale = 1.0 if self.dtype == torch.bfloat16 else 2.0**-6
+        # Each program writes its own partial sum of squares; those that no program owns stay 0.
+        smallest = min(
+            self._tile(name, 1, spec.hidden_size, spec.hidden_size)["BLOCK_N"]
+            for name in ("o", "down")
+        )
+        self.num_partials = power_of_two(-(-spec.hidden_size // smallest))
+        self.squares = torch.zeros(2, nodes, self.num_partials, device=self.device)
+        self.cos, self.sin = (angles.to(self.dtype).contiguous() for angles in cos_sin)
 
     def empty(self, *size: int) -> Tensor:
         return torch.empty(*size, dtype=self.dtype, device=self.device)
 
-    def _check(self) -> None:
-        s, kind = self.shape, self.device.type
-        require(self.dtype in (torch.bfloat16, torch.float16), "not half precision")
-        require(s.head_dim in (32, 64, 128, 256), f"heads of width {s.head_dim}")
-        widths = (
-            s.hidden_size,
-            s.num_heads * s.head_dim,
-            s.num_kv_heads * s.head_dim,
-            s.intermediate_size,
+    def _require_supported(self) -> None:
+        spec, kind = self.spec, self.device.type
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        require(
+            half, f"the model is in {str(self.dtype).removeprefix('torch.')}, not half precision"
         )
-        require(all(width % 64 == 0 for width in widths), "odd widths")
-        for layer in s.layers:
+        require(spec.head_dim in (32, 64, 128, 256), f"head_dim is {spec.head_dim}")
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        for size in (spec.hidden_size, q_size, kv_size, spec.intermediate_size):
+            require(size % 64 == 0, f"a layer's size {size} is not a multiple of 64")
+        for layer in spec.layers:
             for name, linear in layer.linears.items():
-                require(type(linear) is nn.Linear, "linear layers")
-                require(is_plain(linear.weight, self.dtype, kind), "weights of another kind")
-                require(linear.bias is None or name in "qkv", "biases")
+                require(type(linear) is nn.Linear, f"{name} is no nn.Linear")
+                plain = is_plain(linear.weight, self.dtype, kind)
+                require(plain, f"{name} has another dtype, device or layout than the KV cache")
+                require(linear.bias is None or name in "qkv", f"{name} has a bias")
             biases = {layer.linears[name].bias is None for name in "qkv"}
-            require(len(biases) == 1, "a bias here and none there")
-            require((layer.q_norm is None) == (layer.k_norm is None), "one norm of two")
-        require(type(s.lm_head) is nn.Linear and s.lm_head.bias is None, "head")
-        require(is_plain(s.lm_head.weight, self.dtype, kind), "head")
+            require(len(biases) == 1, "some of q, k and v have a bias and some have none")
+            require(
+                (layer.q_norm is None) == (layer.k_norm is None), "only one of q and k is normed"
+            )
+        plain = type(spec.lm_head) is nn.Linear and spec.lm_head.bias is None
+        require(plain, "lm_head is no nn.Linear without a bias")
+        plain = is_plain(spec.lm_head.weight, self.dtype, kind)
+        require(plain, "lm_head has another dtype, device or layout than the KV cache")
 
     def run(
         self,
-        block: Block,
-        reach: KVSplits,
+        block: NodeBlock,
+        splits: KVSplits,
         *,
-        seen: Tensor | None = None,
+        first_input: Tensor | None = None,
         out: Tensor | None = None,
-        shown: Callable[[int], None] = lambda _: None,
+        after_layer: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """All layers over what lies in `x`, normed in `scaled` and `squares`; or over `seen`, what
-        the first layer looks at, with `x` for its residual. The result is in `x` or `out`, and
-        normed for the vocabulary in `scaled` and `squares`. `shown`: called after every layer."""
-        s, count = self.shape, block.rows
-        heads = s.num_heads * reach.splits * count
-        scratch = [
-            torch.empty(size, device=self.device) for size in (heads * s.head_dim, heads, heads)
-        ]
-        norms = [*(layer.input_norm for layer in s.layers[1:]), s.final_norm]
-        for index, (layer, next_norm) in enumerate(zip(s.layers, norms, strict=True)):
-            part, is_last = layer.linears, index == len(s.layers) - 1
-            source = seen if seen is not None and index == 0 else self.scaled
-            qkv = [part["q"], part["k"], part["v"]]
-            self.linear("qkv", qkv, source, self.qkv, count, squares=0,
-                        normed=source is self.scaled)  # fmt: skip
-            self._attend(index, layer, block, reach, scratch)
-            self.linear("o", [part["o"]], self.mixed, self.middle, count, squares=1,
-                        add=self.x, norm=layer.post_attention_norm)  # fmt: skip
-            self._gated(layer, count)
+        """All layers over the residual stream in `x`, whose norm is prepared in `scaled` and
+        `squares`; or with `first_input` for the first layer's attention. The result is in `x` or
+        `out`, and prepared for the final norm in `scaled` and `squares`. `after_layer` is called
+        with the number of layers done."""
+        spec, count = self.spec, block.total_nodes
+        pairs = spec.num_heads * splits.num_splits * count  # of a head of a node and a split
+        sizes = {"split_sums": pairs * spec.head_dim, "split_max": pairs, "split_weights": pairs}
+        scratch = {name: torch.empty(size, device=self.device) for name, size in sizes.items()}
+        norms = [*(layer.input_norm for layer in spec.layers[1:]), spec.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(spec.layers, norms, strict=True)):
+            linears, is_last = layer.linears, index == len(spec.layers) - 1
+            source = first_input if first_input is not None and index == 0 else self.scaled
+            qkv, normed = [linears[name] for name in "qkv"], source is self.scaled
+            self.linear("qkv", qkv, source, self.qkv, count, normed=normed)
+            self._attend(index, layer, block, splits, scratch)
+            self.linear(
+                "o", [linears["o"]], self.attended, self.after_attention, count, squares=1,
+                add=self.x, norm=layer.post_attention_norm,
+            )  # fmt: skip
+            self._gate_up(layer, count)
             result = out if out is not None and is_last else self.x
-            self.linear("down", [part["down"]], self.inner, result, count, squares=0,
-                        add=self.middle, norm=next_norm)  # fmt: skip
-            shown(index + 1)
+            self.linear(
+                "down", [linears["down"]], self.activated, result, count,
+                add=self.after_attention, norm=next_norm,
+            )  # fmt: skip
+            after_layer(index + 1)
 
-    def vocabulary(self, count: int, *, sums: bool = False) -> tuple[int, int]:
-        """Logits of so many rows, and the largest of each tile, with `sums` also how much all of a
-        tile are; returns the number of tiles and the size of one."""
-        s = self.shape
-        self.linear("head", [s.lm_head], self.scaled, self.logits, count, squares=0, normed=True,
+    def lm_head(self, count: int, *, sums: bool = False) -> tuple[int, int]:
+        """Logits of so many nodes, and the largest of each tile of the vocabulary, with `sums` also
+        the sum of exponentials; returns the number of tiles and the size of one."""
+        spec = self.spec
+        self.linear("lm_head", [spec.lm_head], self.scaled, self.logits, count, normed=True,
                     sums=sums)  # fmt: skip
-        size = int(self._tile("head", count, s.vocab_size, s.hidden_size)["BLOCK_N"])
-        return -(-s.vocab_size // size), size
+        size = int(self._tile("lm_head", count, spec.vocab_size, spec.hidden_size)["BLOCK_N"])
+        return -(-spec.vocab_size // size), size
 
     def linear(
         self,
@@ -180,85 +196,95 @@ class CudaLayers:
         norm: Tensor | None = None,
         sums: bool = False,
     ) -> None:
-        """With `normed`, `squares` says where the sums of x lie; with something to `add`, where
-        those of the next `norm` go."""
+        """y = linears(x) (+ `add`) over `count` nodes. `normed`: x is prepared for a norm, its sums
+        in `squares`. With `add`, y is prepared for the next `norm`, its sums in `squares`."""
         weights = [linear.weight for linear in linears]
         out, in_ = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        three = weights + weights[:1] * (3 - len(weights))
+        w0, w1, w2 = weights + weights[:1] * (3 - len(weights))
         has_bias = linears[0].bias is not None
-        biases = [linear.bias for linear in linears] if has_bias else three
+        b0, b1, b2 = [linear.bias for linear in linears] if has_bias else (w0, w1, w2)
         tile = self._tile(name, count, out, in_)
         self.launch(
             self.kernels.linear, -(-out // tile["BLOCK_N"]),
-            x, self.squares[squares], self.shape.norm_eps, *three, *biases,
-            three[0].shape[0], three[1].shape[0], y, x if add is None else add,
-            three[0] if norm is None else norm, self.scaled, self.squares[squares],
-            self.tops, self.places, self.sums, count,
-            IN=in_, OUT=out, PARTS=self.parts, SHIFT=self.shift, NORMED=normed,
-            SEGMENTS=len(weights), BIAS=has_bias, RESIDUAL=add is not None, BEST=name == "head",
-            SUMS=sums, **tile,
+            x=x, squares=self.squares[squares], eps=self.spec.norm_eps,
+            w0=w0, w1=w1, w2=w2, b0=b0, b1=b1, b2=b2, out0=w0.shape[0], out1=w1.shape[0],
+            y=y, residual=x if add is None else add, norm=w0 if norm is None else norm,
+            scaled=self.scaled, squares_out=self.squares[squares], tile_max=self.tile_max,
+            tile_argmax=self.tile_argmax, tile_sums=self.tile_sums, num_nodes=count,
+            IN=in_, OUT=out, NUM_PARTIALS=self.num_partials, NORM_SCALE=self.norm_scale,
+            NORMED=normed, NUM_WEIGHTS=len(weights), HAS_BIAS=has_bias,
+            HAS_RESIDUAL=add is not None, ARGMAX=name == "lm_head", SUMS=sums, **tile,
         )  # fmt: skip
 
-    def _gated(self, layer: LayerSpec, count: int) -> None:
-        s, tile = (
-            self.shape,
-            self._tile("gated", count, self.shape.intermediate_size, self.shape.hidden_size),
-        )
+    def _gate_up(self, layer: LayerSpec, count: int) -> None:
+        spec = self.spec
+        tile = self._tile("gate_up", count, spec.intermediate_size, spec.hidden_size)
         self.launch(
-            self.kernels.gated, -(-s.intermediate_size // tile["BLOCK_N"]),
-            self.scaled, self.squares[1], s.norm_eps, layer.linears["gate"].weight,
-            layer.linears["up"].weight, self.inner, count,
-            IN=s.hidden_size, OUT=s.intermediate_size, PARTS=self.parts, SHIFT=self.shift,
-            SILU=s.activation == 0, **tile,
+            self.kernels.gate_up, -(-spec.intermediate_size // tile["BLOCK_N"]),
+            x=self.scaled, squares=self.squares[1], eps=spec.norm_eps,
+            gate=layer.linears["gate"].weight, up=layer.linears["up"].weight, y=self.activated,
+            num_nodes=count, IN=spec.hidden_size, OUT=spec.intermediate_size,
+            NUM_PARTIALS=self.num_partials, NORM_SCALE=self.norm_scale,
+            SILU=spec.activation == SILU, **tile,
         )  # fmt: skip
 
     def _attend(
-        self, index: int, layer: LayerSpec, block: Block, reach: KVSplits, scratch: list[Tensor]
+        self,
+        index: int,
+        layer: LayerSpec,
+        block: NodeBlock,
+        splits: KVSplits,
+        scratch: dict[str, Tensor],
     ) -> None:
-        s, cache, nodes = self.shape, self.cache, block.nodes
-        asked = s.num_heads // s.num_kv_heads * nodes
-        queries = min(64, max(16, power_of_two(asked)))
-        norms = (
-            (s.final_norm, s.final_norm) if layer.q_norm is None else (layer.q_norm, layer.k_norm)
-        )
+        spec, cache = self.spec, self.cache
+        queries = spec.num_heads // spec.num_kv_heads * block.num_nodes  # of one KV head
+        tile = min(64, max(16, power_of_two(queries)))
+        has_norm = layer.q_norm is not None
         self.launch(
             self.kernels.attend,
-            (block.texts * s.num_kv_heads, reach.splits, -(-asked // queries)),
-            self.qkv, cache.keys[index], cache.values[index], self.cos, self.sin, *norms,
-            s.norm_eps,
-            block.real, block.lengths, block.depths, block.ancestors, reach.first,
-            cache.num_entries - 1, self.mixed, *scratch, nodes, block.before, block.depths.shape[1],
-            cache.num_entries, layer.scaling, layer.sliding_window or 1 << 30,
-            HEADS=s.num_heads, KEY_HEADS=s.num_kv_heads, WIDTH=s.head_dim,
-            HEAD_NORM=layer.q_norm is not None, QUERIES=queries, BLOCK=BLOCK,
-            BLOCKS=reach.blocks, SPLITS=reach.splits,
+            (block.num_sequences * spec.num_kv_heads, splits.num_splits, -(-queries // tile)),
+            qkv=self.qkv, keys=cache.keys[index], values=cache.values[index],
+            cos=self.cos, sin=self.sin,
+            q_norm=layer.q_norm if has_norm else spec.final_norm,
+            k_norm=layer.k_norm if has_norm else spec.final_norm, eps=spec.norm_eps,
+            num_context_tokens=block.num_context_tokens, kv_lens=block.kv_lens,
+            depths=block.depths, ancestors=block.ancestors, first_slot=splits.first_slot,
+            last_position=cache.num_entries - 1, attended=self.attended, **scratch,
+            num_nodes=block.num_nodes, num_earlier=block.num_earlier,
+            block_size=block.depths.shape[1], num_entries=cache.num_entries,
+            scaling=layer.scaling, window=layer.sliding_window or 1 << 30,
+            NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
+            HEAD_NORM=has_norm, QUERIES=tile, BLOCK=KV_BLOCK,
+            BLOCKS_PER_SPLIT=splits.blocks_per_split, SPLITS=splits.num_splits,
         )  # fmt: skip
-        if reach.splits > 1:
+        if splits.num_splits > 1:
             self.launch(
-                self.kernels.combine, block.rows * s.num_heads, self.mixed, *scratch,
-                WIDTH=s.head_dim, SPLITS=reach.splits,
+                self.kernels.combine_splits, block.total_nodes * spec.num_heads,
+                attended=self.attended, **scratch,
+                HEAD_DIM=spec.head_dim, SPLITS=splits.num_splits,
             )  # fmt: skip
 
     def _tile(self, name: str, count: int, out: int, in_: int) -> dict[str, Any]:
-        rows = max(16, power_of_two(count))
+        """Options of a kernel over `count` nodes with weights [out, in]."""
+        nodes = max(16, power_of_two(count))
         block_n, block_k, stages = TILES[name]
-        while block_n > 16 and out < FULL * block_n:
+        while block_n > 16 and out < MIN_PROGRAMS * block_n:
             block_n //= 2
-        loaded = block_n * (2 if name == "gated" else 1) + rows
-        while stages * loaded * block_k * 2 > self._shared:
+        loaded = block_n * (2 if name == "gate_up" else 1) + nodes
+        while stages * loaded * block_k * 2 > self._shared_memory:
             stages, block_k = (stages - 1, block_k) if stages > 2 else (stages, block_k // 2)
         return {
-            "ROWS": rows,
+            "NODES": nodes,
             "BLOCK_N": block_n,
             "BLOCK_K": block_k,
-            "EVEN": in_ % block_k == 0,
+            "EVEN_K": in_ % block_k == 0,
             "num_warps": 4,
             "num_stages": stages,
         }
 
-    def launch(self, kernel: Any, grid: int | tuple[int, ...], *args: Any, **options: Any) -> None:
-        grid = (grid,) if isinstance(grid, int) else grid
-        kernel[grid](*args, **options)
+    def launch(self, kernel: Any, grid: int | tuple[int, ...], **arguments: Any) -> None:
+        """Launches a kernel with its arguments by name."""
+        kernel[(grid,) if isinstance(grid, int) else grid](**arguments)
 
 
 def power_of_two(least: int) -> int:

@@ -1,7 +1,7 @@
-"""Texts and nodes of no use that go along on a GPU.
+"""Padding of a forward on a GPU: sequences and nodes whose output is not used.
 
-A pass is recorded for every number of texts and of nodes, and costs as much for a few as for one.
-Texts end one by one, and drafts are of all sizes: so both are rounded up.
+A CUDA graph is captured for every number of sequences and of nodes, and costs as much for a few
+nodes as for one. Sequences end one by one, and drafts are of all sizes: so both are rounded up.
 """
 
 from __future__ import annotations
@@ -17,40 +17,47 @@ from draftahead.backends.cuda.layers import power_of_two
 from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
-ALONE = 8  # texts up to which every number of them is recorded; beyond, multiples
-MOST_NODES = 64  # that are rounded up
+# Sequences up to which every number has its own graphs; beyond, multiples of it. Higher wastes less
+# of a forward, and captures more graphs.
+EXACT_SEQUENCES = 8
+MAX_PADDED_NODES = 64  # more nodes are a prompt's, and not rounded up
 
 
 class Padding(NamedTuple):
-    """What they write lies behind what their rows hold."""
+    """What is added. The KV entries it writes lie behind what its slots hold."""
 
-    texts: int = 0
-    nodes: int = 0
+    num_sequences: int = 0
+    num_nodes: int = 0
 
     @staticmethod
-    def of(cache: KVCache, first: int, held: Sequence[int], nodes: int, *, fixed: bool) -> Padding:
-        """For a pass over so many nodes of rows from `first` on, that hold so many tokens; `fixed`:
-        their number is as it is."""
+    def of(
+        cache: KVCache, first_slot: int, held: Sequence[int], num_nodes: int, *, fixed: bool
+    ) -> Padding:
+        """For a forward over so many nodes behind the `held` KV entries of slots from `first_slot`
+        on. `fixed`: the number of nodes stays as it is."""
         if not device_of(cache.keys[0].device).is_gpu:
             return Padding()
-        texts, more = len(held), 0 if fixed or nodes > MOST_NODES else power_of_two(nodes) - nodes
-        if max(held) + nodes + more > cache.num_entries:
-            more = 0
-        extra = -texts % ALONE if texts > ALONE else 0
-        idle = cache.tokens_in[first + texts : first + texts + extra]
-        fits = all(len(row) + nodes + more <= cache.num_entries for row in idle)
-        return Padding(extra if len(idle) == extra and fits else 0, more)
+        batch = len(held)
+        is_kept = fixed or num_nodes > MAX_PADDED_NODES
+        more_nodes = 0 if is_kept else power_of_two(num_nodes) - num_nodes
+        if max(held) + num_nodes + more_nodes > cache.num_entries:
+            more_nodes = 0
+        more = -batch % EXACT_SEQUENCES if batch > EXACT_SEQUENCES else 0
+        idle = cache.tokens_in[first_slot + batch : first_slot + batch + more]
+        fits = all(len(slot) + num_nodes + more_nodes <= cache.num_entries for slot in idle)
+        return Padding(more if len(idle) == more and fits else 0, more_nodes)
 
-    def size(self, texts: int, nodes: int) -> tuple[int, int]:
-        return texts + self.texts, nodes + self.nodes
+    def size(self, batch: int, num_nodes: int) -> tuple[int, int]:
+        return batch + self.num_sequences, num_nodes + self.num_nodes
 
     def tokens(self, tokens: Tensor) -> Tensor:
-        return F.pad(tokens, (0, self.nodes, 0, self.texts)) if any(self) else tokens
+        return F.pad(tokens, (0, self.num_nodes, 0, self.num_sequences)) if any(self) else tokens
 
     def parents(self, parents: Tensor | DeviceTree | None) -> list[list[int]] | DeviceTree | None:
-        """As lists, where they are known. Nodes of no use hang below the root."""
-        if parents is None or isinstance(parents, DeviceTree):
-            return parents.and_idle(self.texts) if parents and self.texts else parents
-        above: list[list[int]] = parents.tolist()
-        above = [row + [0] * self.nodes for row in above]
-        return above + above[:1] * self.texts
+        """As lists, where the host knows them. Padding nodes are children of the root."""
+        if parents is None:
+            return None
+        if isinstance(parents, DeviceTree):
+            return parents.and_idle(self.num_sequences) if self.num_sequences else parents
+        lists = [[*one, *[0] * self.num_nodes] for one in parents.tolist()]
+        return lists + lists[:1] * self.num_sequences

@@ -1,8 +1,8 @@
-"""A trained head on a GPU: the pairs that it lacks and a whole tree of guesses as one CUDA graph.
+"""An EAGLE head on a GPU: its missing inputs and a whole draft tree as one CUDA graph.
 
-A level of such a tree takes the device tens of microseconds, less than the host needs to look at
-it. So the host does not look: the tree is grown, handed to the target's pass and scored where it
-lies, and read back with the verdict.
+A level of such a tree takes the device tens of microseconds, less than the host would need to read
+it. So the host does not read it: the tree is built, verified by the target's forward where it lies
+in device memory, and read back with the verdict.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError, is_plain, require
 from draftahead.backends.cuda.graphs import GraphPool, Inputs
-from draftahead.backends.cuda.layers import MOST_ROWS, Block, CudaLayers, KVSplits, power_of_two
+from draftahead.backends.cuda.layers import (
+    MAX_FORWARD_NODES,
+    CudaLayers,
+    KVSplits,
+    NodeBlock,
+    power_of_two,
+)
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
 from draftahead.core.draft import CONFIDENCE_SCALE, DeviceTimer
@@ -24,253 +30,299 @@ from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.spec import InputProjection, input_projection
 from draftahead.kv.cache import KVCache
 
-LEAST_PAIRS = 8  # of a text in a recording; more are powers of two
+MIN_INPUTS = 8  # inputs of a sequence in a graph; more are powers of two
+MAX_EXPANDED = 64  # nodes of a block: ancestors are the bits of one word
 
 
-class Plan(NamedTuple):
-    """What a recording does."""
+class TreePlan(NamedTuple):
+    """The trees that a graph builds."""
 
-    deepest: int  # levels, the root's children included
-    a_level: int  # nodes that it goes on from at each of them
-    children: int
-    size: int  # nodes of the draft, the root included
-    sampled: bool
-
-    @property
-    def nodes(self) -> int:
-        return (self.deepest - 1) * self.a_level
+    max_depth: int  # levels, the root's children included
+    nodes_per_level: int  # expanded at each level
+    num_children: int  # of each of them
+    num_nodes: int  # of the draft, the root included
+    sampled: bool  # for sequences that may be sampled
 
     @property
-    def guesses(self) -> int:
-        return self.children * (1 + self.nodes)
+    def num_expanded(self) -> int:
+        return (self.max_depth - 1) * self.nodes_per_level
+
+    @property
+    def pool_size(self) -> int:
+        return self.num_children * (1 + self.num_expanded)
 
 
-class Growth(Inputs):
-    """What changes from step to step, and where the trees of B texts grow."""
+class TreeInputs(Inputs):
+    """What changes from step to step, and the memory that trees of B sequences are built in."""
 
     def __init__(
         self,
-        texts: int,
-        pairs: int,
-        plan: Plan,
-        places: tuple[int, ...],
-        outputs: Tensor,
+        batch: int,
+        max_inputs: int,
+        plan: TreePlan,
+        hidden_indices: tuple[int, ...],
+        output: Tensor,
     ) -> None:
-        """`places`: of the states that are fused. `outputs`: like one row of the head's."""
-        device = outputs.device
-        each = (texts, pairs)
-        shapes = [(1,), (texts,), (texts,), (texts,), each, each, (texts, plan.deepest)]
+        """`hidden_indices`: of the captured hidden states that the head reads. `output`: [1, H] as
+        the head's outputs are."""
+        device, size = output.device, (batch, max_inputs)
+        shapes = [(1,), (batch,), (batch,), (batch,), size, size, (batch, plan.max_depth)]
         super().__init__(shapes, device)
-        self.real, self.lengths, self.counts, self.warmth, *parts = self.parts
-        self.tokens, self.slots, self.keys = parts
-        self.places = torch.tensor(places, dtype=torch.int32, device=device)
-        chain = tree.ancestor_bits(range(-1, pairs - 1))
-        self.chain_depths = torch.arange(pairs, device=device).repeat(texts, 1)
-        self.chain_ancestors = torch.tensor(chain, device=device).repeat(texts, 1)
-        # The pool of guesses: token, parent in the block, depth, level since which it is in the
-        # block, and parent in the pool.
-        self.pool = power_of_two(plan.guesses)
-
-        def whole(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
-
-        self.said = torch.zeros(texts, self.pool, dtype=torch.int64, device=device)
-        self.likely = torch.zeros(texts, self.pool, device=device)
-        self.aboves, self.deep, self.since, self.higher = (
-            whole(texts, self.pool) for _ in range(4)
+        self.num_context_tokens, self.kv_lens, self.num_inputs, self.temperatures, *parts = (
+            self.parts
         )
-        # The block: nodes that the trees went on from, and what became of them.
-        nodes = max(1, plan.nodes)
-        self.chosen = whole(texts, nodes)
-        self.depths = torch.zeros(texts, nodes, dtype=torch.int64, device=device)
-        self.ancestors = torch.zeros(texts, nodes, dtype=torch.int64, device=device)
-        self.outputs = torch.zeros_like(outputs).repeat(texts * nodes, 1)
-        self.roots = torch.zeros_like(outputs).repeat(texts * pairs, 1)
-        # [B, 3, size]: tokens, parents and likelihoods of the drafts.
-        self.trees = torch.zeros(texts, 3, plan.size, dtype=torch.int64, device=device)
+        self.tokens, self.entries, self.rng_keys = parts
+        self.hidden_indices = torch.tensor(hidden_indices, dtype=torch.int32, device=device)
+        chain = tree.ancestor_bits(range(-1, max_inputs - 1))
+        self.chain_depths = torch.arange(max_inputs, device=device).repeat(batch, 1)
+        self.chain_ancestors = torch.tensor(chain, device=device).repeat(batch, 1)
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        # The pool of candidates: see cuda_kernels.py.
+        self.pool_length = power_of_two(plan.pool_size)
+        pool = (batch, self.pool_length)
+        self.pool = {
+            "pool_tokens": zeros(*pool, dtype=torch.int64),
+            "pool_confidence": zeros(*pool, dtype=torch.float32),
+            "pool_parent_nodes": zeros(*pool),  # index of the parent in the block; -1: the root
+            "pool_depths": zeros(*pool),
+            "pool_levels": zeros(*pool),  # at which it was expanded; 0: not yet
+            "pool_parents": zeros(*pool),  # index of the parent in the pool; -1: the root
+        }
+        # The block: the nodes that were expanded, and the head's outputs for them.
+        num_expanded = max(1, plan.num_expanded)
+        self.expanded = zeros(batch, num_expanded)  # their indices in the pool
+        self.depths = zeros(batch, num_expanded, dtype=torch.int64)
+        self.ancestors = zeros(batch, num_expanded, dtype=torch.int64)
+        self.outputs = torch.zeros_like(output).repeat(batch * num_expanded, 1)
+        self.root_outputs = torch.zeros_like(output).repeat(batch * max_inputs, 1)
+        # [B, 3, num_nodes]: tokens, parents and confidence of the drafts.
+        self.trees = zeros(batch, 3, plan.num_nodes, dtype=torch.int64)
         self.trees[:, 1, 0] = -1
         self.trees[:, 2, 0] = CONFIDENCE_SCALE
 
 
 class CudaEagleHead:
-    """`shape` without an embedding and a rotation, bound to a cache."""
+    """A head's layers (without embedding and rotary angles) bound to its KV cache."""
 
     def __init__(
         self,
-        shape: LlamaSpec,
+        spec: LlamaSpec,
         cache: KVCache,
-        entrance: InputProjection,
-        turns: tuple[Tensor, Tensor],
+        projection: InputProjection,
+        cos_sin: tuple[Tensor, Tensor],
     ) -> None:
-        self.layers = CudaLayers(shape, cache, turns)
+        self.layers = layers = CudaLayers(spec, cache, cos_sin)
         from draftahead.drafters.eagle import cuda_kernels
 
-        self._growth, self._entrance, self._shape = cuda_kernels, entrance, shape
-        self._cache, layers = cache, self.layers
-        kind = layers.device.type
-        for weight in (entrance.fc.weight, entrance.embed.weight, entrance.norm_weights):
-            require(is_plain(weight, layers.dtype, kind), "an entrance of another kind")
-        require(type(entrance.embed) is nn.Embedding, "embeddings")
-        require(type(entrance.fc) is nn.Linear and entrance.fc.bias is None, "fusing")
-        self._seen = layers.empty(MOST_ROWS, 2 * shape.hidden_size)
-        self._joined = layers.empty(MOST_ROWS, entrance.fc.weight.shape[1])
-        self._features = layers.empty(MOST_ROWS, shape.hidden_size)
+        self._kernels, self._projection, self._spec = cuda_kernels, projection, spec
+        self._cache, kind = cache, layers.device.type
+        for weight in (projection.fc.weight, projection.embed.weight, projection.norm_weights):
+            plain = is_plain(weight, layers.dtype, kind)
+            require(plain, "the input projection has another dtype, device or layout")
+        require(type(projection.embed) is nn.Embedding, "the embedding is no nn.Embedding")
+        plain_fc = type(projection.fc) is nn.Linear and projection.fc.bias is None
+        require(plain_fc, "fc is no nn.Linear without a bias")
+        self._first_input = layers.empty(MAX_FORWARD_NODES, 2 * spec.hidden_size)
+        self._hidden = layers.empty(MAX_FORWARD_NODES, projection.fc.weight.shape[1])
+        self._features = layers.empty(MAX_FORWARD_NODES, spec.hidden_size)
         self.graphs = GraphPool(layers.device, "the head")
 
-    def takes(self, texts: int, plan: Plan) -> bool:
-        rows = texts * max(LEAST_PAIRS, plan.a_level)
-        return self.graphs.works and rows <= MOST_ROWS and plan.nodes <= 64
+    def supports(self, batch: int, plan: TreePlan) -> bool:
+        num_nodes = batch * max(MIN_INPUTS, plan.nodes_per_level)
+        small = num_nodes <= MAX_FORWARD_NODES and plan.num_expanded <= MAX_EXPANDED
+        return self.graphs.works and small
 
-    def most_pairs(self, texts: int) -> int:
-        """Of each text, in one go."""
-        return max(LEAST_PAIRS, power_of_two(MOST_ROWS // texts + 1) // 2)
+    def max_inputs(self, batch: int) -> int:
+        """Missing inputs of a sequence that one graph computes."""
+        return max(MIN_INPUTS, power_of_two(MAX_FORWARD_NODES // batch + 1) // 2)
 
-    def grow(
+    def build_trees(
         self,
-        pairs: Sequence[Sequence[int]],
-        held: Sequence[int],
-        slots: Sequence[Sequence[int]],
-        states: Tensor,
-        places: tuple[int, ...],
-        plan: Plan,
+        tokens: Sequence[Sequence[int]],
+        kv_lens: Sequence[int],
+        entries: Sequence[Sequence[int]],
+        hidden_states: Tensor,
+        hidden_indices: tuple[int, ...],
+        plan: TreePlan,
         *,
-        clock: DeviceTimer,
-        keys: Sequence[Sequence[int]] = (),
-        warmth: Sequence[float] = (),
+        timer: DeviceTimer,
+        rng_keys: Sequence[Sequence[int]] = (),
+        temperatures: Sequence[float] = (),
     ) -> Tensor | None:
-        """Feeds every text its next pairs' tokens behind the slots it has `held`, beside the states
-        before them, which lie in `slots` of the target's `states` [rows, 1, slots, W * H'], and in
-        `places` of each; grows trees from the last. Returns [B, 3, size], still under way: tokens,
-        parents and likelihoods. Where `plan.sampled`: the target's key at each depth, and the
-        temperature of each text."""
-        texts, width = len(pairs), _width(max(map(len, pairs)))
-        counts = [len(row) for row in pairs]
-        live = max(map(sum, zip(held, counts, strict=True))) + max(plan.nodes, width)
-        reach = KVSplits.over(0, min(live, self._cache.num_entries))
+        """Computes the missing inputs of every sequence behind its `kv_lens` KV entries: `tokens`,
+        with the hidden states before them, which lie in `entries` of the target's `hidden_states`
+        [slots, 1, entries, W * H]. Then builds trees from the last input. Returns [B, 3, num_nodes]
+        tokens, parents and confidence, still under way on the device; None where that cannot be
+        captured. With `plan.sampled`: the target's RNG key at each depth, and the temperatures."""
+        batch, max_inputs = len(tokens), _padded_length(max(map(len, tokens)))
+        counts = [len(one) for one in tokens]
+        longest = max(held + count for held, count in zip(kv_lens, counts, strict=True))
+        kv_len = longest + max(plan.num_expanded, max_inputs)
+        splits = KVSplits.over(0, min(kv_len, self._cache.num_entries))
 
-        def write(growth: Growth) -> None:
-            said = [token for row in pairs for token in [*row, *[0] * (width - len(row))]]
-            at = [slot for row in slots for slot in [*row, *[0] * (width - len(row))]]
-            warm = [round(CONFIDENCE_SCALE * one) for one in warmth] or [0] * texts
-            noise = [key for row in keys for key in row] or [0] * (texts * plan.deepest)
-            growth.words[:] = [0, *held, *counts, *warm, *said, *at, *noise]
+        def write(inputs: TreeInputs) -> None:
+            scaled = [round(CONFIDENCE_SCALE * t) for t in temperatures] or [0] * batch
+            keys = [key for one in rng_keys for key in one] or [0] * (batch * plan.max_depth)
+            padded = [_padded(one, max_inputs) for one in (*tokens, *entries)]
+            flat = [number for one in padded for number in one]
+            inputs.words[:] = [0, *kv_lens, *counts, *scaled, *flat, *keys]
 
         found = self.graphs.run(
-            (texts, width, plan, reach, places, states.data_ptr()),
-            partial(self._pass, plan=plan, reach=reach, states=states),
-            lambda: Growth(texts, width, plan, places, self.layers.x[:1]),
+            (batch, max_inputs, plan, splits, hidden_indices, hidden_states.data_ptr()),
+            partial(self._launch, plan=plan, splits=splits, hidden_states=hidden_states),
+            lambda: TreeInputs(batch, max_inputs, plan, hidden_indices, self.layers.x[:1]),
             write,
-            clock,
+            timer,
         )
         return None if found is None else found[0]
 
-    def _pass(
-        self, growth: Growth, plan: Plan, reach: KVSplits, states: Tensor
+    def _launch(
+        self, inputs: TreeInputs, plan: TreePlan, splits: KVSplits, hidden_states: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Every kernel of a step, in order."""
-        layers, kernels, entrance = self.layers, self._growth, self._entrance
-        texts, width = growth.tokens.shape
-        self._pairs(growth, reach, states)
-        self._branch(growth, plan, 0)
-        below = growth.lengths + growth.counts  # slots before the block
-        weight, rows = self._weights(), texts * plan.a_level
-        for level in range(1, plan.deepest):
-            before = (level - 1) * plan.a_level
-            layers.launch(
-                kernels.expand, (texts, plan.a_level),
-                growth.said, growth.likely, growth.aboves, growth.deep, growth.since,
-                growth.chosen, growth.depths, growth.ancestors, growth.counts, growth.roots,
-                growth.outputs, *weight, self._shape.final_norm, self._seen, layers.x,
-                self._shape.norm_eps,
-                level, plan.children * (1 + before), plan.a_level, plan.nodes, width,
-                POOL=growth.pool, NORMS_OUTPUT=entrance.norm_output, **self._sizes(),
+        """Every kernel of a tree, in order."""
+        layers, batch = self.layers, len(inputs.tokens)
+        self._run_inputs(inputs, splits, hidden_states)
+        self._add_children(inputs, plan, 0)
+        kv_lens = inputs.kv_lens + inputs.num_inputs  # before the block
+        per_level = plan.nodes_per_level
+        for level in range(1, plan.max_depth):
+            earlier = (level - 1) * per_level
+            self._expand(inputs, plan, level)
+            block = NodeBlock(
+                inputs.num_context_tokens, kv_lens, inputs.depths, inputs.ancestors, per_level,
+                earlier,
             )  # fmt: skip
-            block = Block(growth.real, below, growth.depths, growth.ancestors, plan.a_level, before)
-            out = growth.outputs[(level - 1) * rows : level * rows]
-            layers.run(block, reach, seen=self._seen, out=out)
-            self._branch(growth, plan, level)
+            out = inputs.outputs[earlier * batch : (earlier + per_level) * batch]
+            layers.run(block, splits, first_input=self._first_input, out=out)
+            self._add_children(inputs, plan, level)
+        pool = {name: inputs.pool[name] for name in ("pool_tokens", "pool_confidence")}
         layers.launch(
-            kernels.select, texts, growth.said, growth.likely, growth.higher, growth.trees,
-            plan.guesses, plan.size, POOL=growth.pool,
+            self._kernels.select_nodes, batch, **pool, pool_parents=inputs.pool["pool_parents"],
+            trees=inputs.trees, pool_size=plan.pool_size, num_nodes=plan.num_nodes,
+            POOL=inputs.pool_length,
         )  # fmt: skip
-        return (growth.trees,)
+        return (inputs.trees,)
 
-    def _pairs(self, growth: Growth, reach: KVSplits, states: Tensor) -> None:
-        """The pairs that the head lacks; the last is the root of a tree."""
-        layers, kernels, entrance = self.layers, self._growth, self._entrance
-        texts, width = growth.tokens.shape
-        rows = texts * width
-        parts, hidden = entrance.norm_weights.shape
+    def _run_inputs(self, inputs: TreeInputs, splits: KVSplits, hidden_states: Tensor) -> None:
+        """The missing inputs; the last one of each sequence is that of its root."""
+        layers, kernels, projection = self.layers, self._kernels, self._projection
+        batch, max_inputs = inputs.tokens.shape
+        count = batch * max_inputs
+        num_hidden, hidden_size = projection.norm_weights.shape
         layers.launch(
-            kernels.fuse, rows, states, growth.places, entrance.norm_weights, self._joined,
-            growth.slots,
-            width, states.shape[2], states.shape[3], self._shape.norm_eps,
-            PARTS=parts, HIDDEN=hidden, BLOCK=power_of_two(hidden), NORM=entrance.norm,
+            kernels.gather_hidden, count,
+            hidden_states=hidden_states, hidden_indices=inputs.hidden_indices,
+            weights=projection.norm_weights, out=self._hidden, entries=inputs.entries,
+            max_inputs=max_inputs, num_entries=hidden_states.shape[2],
+            stride=hidden_states.shape[3], eps=self._spec.norm_eps, NUM_HIDDEN=num_hidden,
+            HIDDEN=hidden_size, BLOCK=power_of_two(hidden_size), NORM=projection.norm,
         )  # fmt: skip
-        layers.linear("down", [entrance.fc], self._joined, self._features, rows)
+        layers.linear("down", [projection.fc], self._hidden, self._features, count)
         layers.launch(
-            kernels.enter, rows, growth.tokens, self._features, *self._weights(), self._seen,
-            layers.x, self._shape.norm_eps, **self._sizes(),
+            kernels.first_inputs, count,
+            tokens=inputs.tokens, features=self._features, **self._first_input_arguments(),
         )  # fmt: skip
-        block = Block(
-            growth.real, growth.lengths, growth.chain_depths, growth.chain_ancestors, width
-        )
-        layers.run(block, reach, seen=self._seen, out=growth.roots)
+        block = NodeBlock(
+            inputs.num_context_tokens, inputs.kv_lens, inputs.chain_depths,
+            inputs.chain_ancestors, max_inputs,
+        )  # fmt: skip
+        layers.run(block, splits, first_input=self._first_input, out=inputs.root_outputs)
 
-    def _branch(self, growth: Growth, plan: Plan, level: int) -> None:
-        """Children for the nodes of a level, or for the roots (level 0)."""
-        layers, kernels, tokens = self.layers, self._growth, self._entrance.draft_to_target
-        texts, width = growth.tokens.shape
-        count, size = plan.a_level if level else 1, self._shape.vocab_size
-        tiles, tile = layers.vocabulary(texts * (count if level else width), sums=not plan.sampled)
-        pool = (
-            growth.said if tokens is None else tokens, growth.said, growth.likely, growth.aboves,
-            growth.deep, growth.since, growth.higher, growth.chosen, growth.counts,
-            level, plan.a_level, max(1, plan.nodes), width,
+    def _expand(self, inputs: TreeInputs, plan: TreePlan, level: int) -> None:
+        """Chooses the nodes to expand at a level, and prepares their inputs."""
+        pool = {name: t for name, t in inputs.pool.items() if name != "pool_parents"}
+        self.layers.launch(
+            self._kernels.expand_nodes, (len(inputs.tokens), plan.nodes_per_level), **pool,
+            expanded=inputs.expanded, depths=inputs.depths, ancestors=inputs.ancestors,
+            num_inputs=inputs.num_inputs, root_outputs=inputs.root_outputs,
+            outputs=inputs.outputs, norm=self._spec.final_norm, level=level,
+            pool_size=plan.num_children * (1 + (level - 1) * plan.nodes_per_level),
+            nodes_per_level=plan.nodes_per_level, num_expanded=plan.num_expanded,
+            max_inputs=inputs.tokens.shape[1], POOL=inputs.pool_length,
+            NORM_OUTPUT=self._projection.norm_output, **self._first_input_arguments(),
         )  # fmt: skip
-        sizes = {
+
+    def _add_children(self, inputs: TreeInputs, plan: TreePlan, level: int) -> None:
+        """Adds children of the nodes that were expanded at a level to the pool; level 0: of the
+        roots."""
+        layers, kernels, draft_to_target = (
+            self.layers, self._kernels, self._projection.draft_to_target,
+        )  # fmt: skip
+        batch, max_inputs = inputs.tokens.shape
+        per_level, vocab_size = plan.nodes_per_level if level else 1, self._spec.vocab_size
+        count = batch * (per_level if level else max_inputs)
+        tiles, tile = layers.lm_head(count, sums=not plan.sampled)
+        full_vocab = draft_to_target is None
+        arguments = {
+            "logits": layers.logits,
+            "draft_to_target": inputs.pool["pool_tokens"] if full_vocab else draft_to_target,
+            **inputs.pool,
+            "expanded": inputs.expanded,
+            "num_inputs": inputs.num_inputs,
+            "level": level,
+            "nodes_per_level": plan.nodes_per_level,
+            "num_expanded": max(1, plan.num_expanded),
+            "max_inputs": max_inputs,
             "ROOT": level == 0,
-            "POOL": growth.pool,
-            "CHILDREN": plan.children,
-            "TOKENS": size,
-            "WHOLE": tokens is None,
+            "POOL": inputs.pool_length,
+            "CHILDREN": plan.num_children,
+            "VOCAB_SIZE": vocab_size,
+            "FULL_VOCAB": full_vocab,
         }
         if plan.sampled:
             layers.launch(
-                kernels.branch_sampled, (texts, count), layers.logits, growth.keys, growth.warmth,
-                *pool, plan.deepest, BLOCK=power_of_two(size), **sizes, num_warps=16,
+                kernels.add_children_sampled, (batch, per_level), **arguments,
+                rng_keys=inputs.rng_keys, temperatures=inputs.temperatures,
+                max_depth=plan.max_depth, BLOCK=power_of_two(vocab_size), num_warps=16,
             )  # fmt: skip
         else:
             layers.launch(
-                kernels.branch, (texts, count), layers.logits, layers.tops, layers.sums,
-                *pool, tiles, TILES=power_of_two(tiles), TILE=tile, **sizes,
+                kernels.add_children, (batch, per_level), **arguments,
+                tile_max=layers.tile_max, tile_sums=layers.tile_sums, tiles=tiles,
+                TILES=power_of_two(tiles), TILE=tile,
             )  # fmt: skip
 
-    def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        entrance = self._entrance
-        return entrance.embed.weight, entrance.embed_norm, entrance.hidden_norm
-
-    def _sizes(self) -> dict[str, Any]:
-        hidden = self._shape.hidden_size
+    def _first_input_arguments(self) -> dict[str, Any]:
+        """What the kernels need to store the input of the first layer's attention."""
+        projection, hidden_size = self._projection, self._spec.hidden_size
         return {
-            "HIDDEN": hidden,
-            "BLOCK": power_of_two(hidden),
-            "NORMS_RESIDUAL": self._entrance.norm_before_residual,
+            "embeddings": projection.embed.weight,
+            "embed_norm": projection.embed_norm,
+            "hidden_norm": projection.hidden_norm,
+            "first_input": self._first_input,
+            "x": self.layers.x,
+            "eps": self._spec.norm_eps,
+            "HIDDEN": hidden_size,
+            "BLOCK": power_of_two(hidden_size),
+            "NORM_RESIDUAL": projection.norm_before_residual,
         }
 
 
-def _width(pairs: int) -> int:
-    """Pairs of a text that the recording for so many takes."""
-    return max(LEAST_PAIRS, power_of_two(pairs))
+def _padded_length(num_inputs: int) -> int:
+    """Inputs of a sequence in the graph that computes so many."""
+    return max(MIN_INPUTS, power_of_two(num_inputs))
 
 
-def gpu_kernels(
-    head: EagleHead, shape: LlamaSpec, cache: KVCache, embed: Any, turns: list[Tensor], whole: bool
+def _padded(numbers: Sequence[int], length: int) -> list[int]:
+    return [*numbers, *[0] * (length - len(numbers))]
+
+
+def cuda_eagle_head(
+    head: EagleHead,
+    spec: LlamaSpec,
+    cache: KVCache,
+    embed: Any,
+    cos_sin: tuple[Tensor, Tensor],
+    full_vocabulary: bool,
 ) -> CudaEagleHead | None:
-    entrance = input_projection(head, embed, whole)
-    if entrance is None:
+    """None if the kernels do not support the head."""
+    projection = input_projection(head, embed, full_vocabulary)
+    if projection is None:
         return None
     try:
-        return CudaEagleHead(shape, cache, entrance, (turns[0], turns[1]))
+        return CudaEagleHead(spec, cache, projection, cos_sin)
     except UnsupportedSpecError:
         return None

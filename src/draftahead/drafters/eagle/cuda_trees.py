@@ -9,7 +9,7 @@ from draftahead.backends.cuda.timing import TimerCache
 from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft
 from draftahead.core.types import Batch, SequenceState
-from draftahead.drafters.eagle.cuda import CudaEagleHead, Plan, gpu_kernels
+from draftahead.drafters.eagle.cuda import CudaEagleHead, TreePlan, cuda_eagle_head
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.sampling.noise import NodeContext, target_rng_key
@@ -27,9 +27,9 @@ class CudaTreeLauncher:
         """None without a GPU, and where the kernels do not support the head."""
         if not device_of(runner.device).is_gpu:
             return None
-        cos_sin, is_whole = [*runner.cos_sin], runner.draft_tokens is None
-        kernels = gpu_kernels(
-            runner.head, runner.spec, runner.cache, runner.embed, cos_sin, is_whole
+        full_vocabulary = runner.draft_tokens is None
+        kernels = cuda_eagle_head(
+            runner.head, runner.spec, runner.cache, runner.embed, runner.cos_sin, full_vocabulary
         )
         return None if kernels is None else CudaTreeLauncher(runner, prefill, kernels)
 
@@ -38,31 +38,35 @@ class CudaTreeLauncher:
         """Whether CUDA graphs can be captured."""
         return self._kernels.graphs.works
 
-    def supports(self, batch: Batch, plan: Plan) -> bool:
+    def supports(self, batch: Batch, plan: TreePlan) -> bool:
         """Processors depend on the path to a node, which only the device knows."""
         has_processors = any(sequence.has_processors for sequence in batch.sequences)
-        return not has_processors and self._kernels.takes(len(batch.sequences), plan)
+        return not has_processors and self._kernels.supports(len(batch.sequences), plan)
 
-    def launch(self, batch: Batch, has_inputs: Sequence[bool], plan: Plan) -> DeviceDraft | None:
+    def launch(
+        self, batch: Batch, has_inputs: Sequence[bool], plan: TreePlan
+    ) -> DeviceDraft | None:
         """Starts building trees, and returns without waiting. None where that fails; then no input
         was computed."""
         runner, target = self._runner, self._runner.target
-        most = min(MAX_MISSING, self._kernels.most_pairs(len(batch.sequences)))
+        most = min(MAX_MISSING, self._kernels.max_inputs(len(batch.sequences)))
         missing = self._prefill.missing(batch.sequences, has_inputs, most)
         held = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
         hidden = target.cache.hidden
         assert hidden is not None
-        timer = self._timers.clock((len(missing), plan))
-        trees = self._kernels.grow(
+        timer = self._timers.timer((len(missing), plan))
+        trees = self._kernels.build_trees(
             missing,
             held,
             [self._entries(slot, len(tokens)) for slot, tokens in enumerate(missing)],
             hidden,
             target.captured_index(runner.head.config.depths),
             plan,
-            clock=timer,
-            keys=[_rng_keys(s, plan) for s in batch.sequences] if plan.sampled else [],
-            warmth=[s.params.temperature or 0.0 for s in batch.sequences] if plan.sampled else [],
+            timer=timer,
+            rng_keys=[_rng_keys(s, plan) for s in batch.sequences] if plan.sampled else [],
+            temperatures=[s.params.temperature or 0.0 for s in batch.sequences]
+            if plan.sampled
+            else [],
         )
         if trees is None:
             return None
@@ -75,8 +79,8 @@ class CudaTreeLauncher:
         return [cache.physical_entry(slot, entry) for entry in range(start, start + count)]
 
 
-def _rng_keys(sequence: SequenceState, plan: Plan) -> list[int]:
+def _rng_keys(sequence: SequenceState, plan: TreePlan) -> list[int]:
     """The keys of the target's own noise at each depth: see DraftSampler.noise_coupled_topk."""
     sequence.target_noise_used = True
-    contexts = (NodeContext(sequence, (0,) * depth) for depth in range(plan.deepest))
+    contexts = (NodeContext(sequence, (0,) * depth) for depth in range(plan.max_depth))
     return [target_rng_key(context) for context in contexts]

@@ -23,7 +23,7 @@ from draftahead.core.types import Batch, ForwardOutput, Verdict
 from draftahead.drafters.base import DeviceDrafter, DrafterContext, positive
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.cpu_trees import CpuTreeBuilder
-from draftahead.drafters.eagle.cuda import Plan
+from draftahead.drafters.eagle.cuda import TreePlan
 from draftahead.drafters.eagle.cuda_trees import CudaTreeLauncher
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
@@ -133,17 +133,17 @@ class Eagle(DeviceDrafter):
             return None
         return launcher.launch(batch, has_inputs, plan)
 
-    def _plan(self, batch: Batch) -> Plan | None:
+    def _plan(self, batch: Batch) -> TreePlan | None:
         """The trees that a GPU should build; None where it cannot."""
         all_greedy = all(sequence.is_greedy for sequence in batch.sequences)
         if self.adaptive or self.tree is not None:
             size = self.tree_size.choose(batch) if self.tree is None else 1 + self.tree
             expanded = max(1, min(CHILDREN, DEVICE_EXPANDED_PER_LEVEL // len(batch.sequences)))
             depth = min(self.count, DEVICE_MAX_DEPTH)
-            plan = Plan(depth, expanded, CHILDREN, size, not all_greedy)
-            return plan if plan.guesses >= size - 1 else None
+            plan = TreePlan(depth, expanded, CHILDREN, size, not all_greedy)
+            return plan if plan.pool_size >= size - 1 else None
         # The draft sampler must draw sampled chains: the acceptance rule needs their distribution.
-        return Plan(self.count, 1, 1, 1 + self.count, False) if all_greedy else None
+        return TreePlan(self.count, 1, 1, 1 + self.count, False) if all_greedy else None
 
     def observe(self, launched: DeviceDraft, draft: Draft) -> None:
         self.tree_size.note(launched, draft)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from draftahead.backends.cuda.layers import MOST_ROWS
+from draftahead.backends.cuda.layers import MAX_FORWARD_NODES
 from draftahead.control.rates import Usual
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch
@@ -59,4 +59,4 @@ class TreeSize:
 
 def largest_size(batch_size: int) -> int:
     """The largest size that one forward of the target takes for so many sequences."""
-    return max((size for size in SIZES if batch_size * size <= MOST_ROWS), default=SIZES[0])
+    return max((size for size in SIZES if batch_size * size <= MAX_FORWARD_NODES), default=SIZES[0])
