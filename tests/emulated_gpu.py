@@ -46,7 +46,7 @@ class Call(NamedTuple):
     outputs: list[Tensor]  # of the first time, that each replay writes to
 
 
-class Watching(TorchDispatchMode):
+class WaitRefusing(TorchDispatchMode):
     """Refuses operations that wait for the device."""
 
     def __torch_dispatch__(
@@ -90,7 +90,7 @@ def refuse(func: Any, args: tuple[Any, ...]) -> None:
         raise RuntimeError(f"{func} waits for the device, which a capture does not allow")
 
 
-class CapturedGraph(Watching):
+class CapturedGraph(WaitRefusing):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
@@ -151,18 +151,18 @@ class EmulatedGpu(Device):
         super().__init__(device)
         self.tokens_on_device = tokens_on_device
         self.capturing: CapturedGraph | None = None
-        self.is_watched = False  # whether waiting is refused
+        self.refuses_to_wait = False  # whether waiting is refused
         self.captures = self.waits = 0
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return not self.tokens_on_device
 
     def synchronize(self) -> None:
-        self._must_not_be_watched("synchronize")
+        self._require_waiting_allowed("synchronize")
         self.waits += 1
 
     def pinned(self, values: Tensor) -> Tensor:
-        self._must_not_be_watched("pinned memory")
+        self._require_waiting_allowed("pinned memory")
         return values
 
     def small_tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
@@ -185,14 +185,14 @@ class EmulatedGpu(Device):
     def renew(self) -> None: ...
 
     def refusing_to_wait(self) -> AbstractContextManager[None]:
-        return self._watched(Watching())
+        return self._refusing(WaitRefusing())
 
     def capture(self, body: Callable[[], Any]) -> EmulatedGraph:
         recording = CapturedGraph()
         self.captures += 1
         self.capturing = recording
         try:
-            with self._watched(recording):
+            with self._refusing(recording):
                 output = body()
         finally:
             self.capturing = None
@@ -205,21 +205,21 @@ class EmulatedGpu(Device):
         run(*args, **options)
 
     @contextmanager
-    def _watched(self, mode: TorchDispatchMode) -> Iterator[None]:
+    def _refusing(self, mode: TorchDispatchMode) -> Iterator[None]:
         """Also reads that torch does without an operation."""
 
         def refused(tensor: Tensor, *_: Any, **__: Any) -> Any:
             raise RuntimeError("a tensor is read while that may not wait for the device")
 
-        before, self.is_watched = self.is_watched, True
+        before, self.refuses_to_wait = self.refuses_to_wait, True
         try:
             with mock.patch.multiple(Tensor, **dict.fromkeys(READING, refused)), mode:
                 yield
         finally:
-            self.is_watched = before
+            self.refuses_to_wait = before
 
-    def _must_not_be_watched(self, what: str) -> None:
-        if self.is_watched:
+    def _require_waiting_allowed(self, what: str) -> None:
+        if self.refuses_to_wait:
             raise RuntimeError(f"{what} while a graph is captured")
 
 

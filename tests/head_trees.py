@@ -11,7 +11,7 @@ from draftahead import LLM, SamplingParams
 from draftahead.core import tree
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.eagle.cuda import Plan
+from draftahead.drafters.eagle.cuda import TreePlan
 from draftahead.drafters.eagle.drafter import Eagle
 from draftahead.drafters.eagle.head import EagleHead, new_head
 from draftahead.drafters.eagle.trees import start_trees
@@ -41,28 +41,28 @@ def untrained_head(model: Any, kind: str) -> EagleHead:
 
 @torch.inference_mode()
 def assert_same_trees(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams, plan: Plan, lacking: list[int]
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, plan: TreePlan, missing: list[int]
 ) -> tuple[Batch, DeviceDraft]:
-    """Up to nodes that are as likely as others. `lacking`: of so many inputs is the head's cache
-    short, by turns. Without a smallest confidence in the tree builder."""
+    """Up to nodes that are as likely as others. `missing`: inputs that the head's cache lacks, one
+    launch for each number. The tree builder must have no smallest confidence."""
     drafter = llm.engine.drafter
     assert isinstance(drafter, Eagle) and drafter.launcher is not None
     batch, has_inputs = next_batch(llm, prompts, params), [True] * len(prompts)
     trees = start_trees(drafter.runner, drafter.prefill, batch.sequences, has_inputs)
-    built = TreeBuilder(plan.deepest, plan.a_level).build(
+    built = TreeBuilder(plan.max_depth, plan.nodes_per_level).build(
         batch, trees.root_logits, trees.expand, [32] * len(prompts), drafter.runner.draft_tokens
     )
     assert built is not None and built.confidence is not None
-    expected = built.part([tree.most_confident(c, plan.size - 1) for c in built.confidence])
-    for count in lacking:
+    expected = built.part([tree.most_confident(c, plan.num_nodes - 1) for c in built.confidence])
+    for count in missing:
         for held in drafter.runner.cache.tokens_in:
             del held[max(0, len(held) - count) :]
         launched = drafter.launcher.launch(batch, has_inputs, plan)
         assert launched is not None
         found, _ = launched.read(launched.token_tensor[:, :0])
         for b in range(len(prompts)):
-            assert found.num_nodes[b] == plan.size
-            assert len(_paths(found, b) & _paths(expected, b)) >= plan.size - 2, (b, count)
+            assert found.num_nodes[b] == plan.num_nodes
+            assert len(_paths(found, b) & _paths(expected, b)) >= plan.num_nodes - 2, (b, count)
     return batch, launched
 
 

@@ -1,9 +1,9 @@
 """Launches as plain values that can be stored and compared.
 
 The names of kernels and parameters are noted for readers only; two records are equal if the code,
-the grids and the values are. A tensor is told by its dtype, shape, strides, place in its storage, a
-number for the storage in the order of first use, and a checksum of what it holds, so that two
-tensors passed in each other's place make a difference.
+the grids and the values are. A tensor is described by its dtype, shape, strides, offset in its
+storage, a number for the storage in the order of first use, and a checksum of what it holds, so
+that two tensors passed in each other's place make a difference.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def _plain(value: Any, storages: Storages, checksums: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     size, stride = list(value.shape), list(value.stride())
-    place = f"storage {storages.number(value)} + {value.storage_offset()}"
-    told = f"{str(value.dtype).removeprefix('torch.')}{size} strides {stride} in {place}"
-    return f"{told}, {checksum(value)}" if checksums else told
+    offset = f"storage {storages.number(value)} + {value.storage_offset()}"
+    layout = f"{str(value.dtype).removeprefix('torch.')}{size} strides {stride} in {offset}"
+    return f"{layout}, {checksum(value)}" if checksums else layout
 
 
 def checksum(tensor: Tensor) -> str:

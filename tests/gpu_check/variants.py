@@ -20,7 +20,7 @@ from draftahead.backends.base import CacheSlice, DeviceTree
 from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.graphs import GraphPool
 from draftahead.backends.llama_spec import llama_spec_of
-from draftahead.drafters.eagle.cuda import CudaEagleHead, Plan, gpu_kernels
+from draftahead.drafters.eagle.cuda import CudaEagleHead, TreePlan, cuda_eagle_head
 from draftahead.drafters.eagle.head import EagleHead, new_head
 from draftahead.drafters.eagle.spec import head_spec
 from draftahead.kv.cache import KVCache, LayerKVShape
@@ -40,57 +40,57 @@ LARGE = {  # a layer of Llama 3.1 8B
 ENTRIES = 2048  # KV entries of a slot of the caches here
 
 
-class Pass(NamedTuple):
+class ForwardSpec(NamedTuple):
     """One forward of a target."""
 
-    texts: int
-    nodes: int
+    batch: int
+    num_nodes: int  # of each sequence
     kv_len: int
-    tree: str = "chain"  # or "tree", or "on_device": the host knows the roots only
+    tree: str = "chain"  # or "tree", or "device": the host knows the roots only
     hidden: tuple[int, ...] = ()  # layers whose hidden states are captured
 
 
-PASSES = {
-    "one node": Pass(1, 1, 60),
-    "three trees": Pass(3, 7, 300, "tree", hidden=(1, 2)),
-    "on the device": Pass(2, 16, 130, "on_device"),
-    "long": Pass(1, 8, 1600),
-    "many rows": Pass(2, 64, 1100),
+FORWARDS = {
+    "one node": ForwardSpec(1, 1, 60),
+    "three trees": ForwardSpec(3, 7, 300, "tree", hidden=(1, 2)),
+    "device draft": ForwardSpec(2, 16, 130, "device"),
+    "long": ForwardSpec(1, 8, 1600),
+    "many nodes": ForwardSpec(2, 64, 1100),
 }
-LARGE_PASSES = {
-    "one node": Pass(1, 1, 60),
-    "tree": Pass(1, 32, 700, "tree"),
-    "many rows": Pass(2, 64, 1100, "on_device"),
+LARGE_FORWARDS = {
+    "one node": ForwardSpec(1, 1, 60),
+    "tree": ForwardSpec(1, 32, 700, "tree"),
+    "many nodes": ForwardSpec(2, 64, 1100, "device"),
 }
 
 
-class Growth(NamedTuple):
-    """One tree of a head: how states are normed, and what is grown."""
+class TreeSpec(NamedTuple):
+    """One launch of a head: how hidden states are normed, and the trees that are built."""
 
     norm: str  # "each", "all" or "none"
     layers: int
     sampled: bool
-    every: int  # every so many tokens of the target's vocabulary are the head's
-    plan: Plan
-    texts: int
+    vocab_step: int  # every so many tokens of the target's vocabulary are the head's
+    plan: TreePlan
+    batch: int
 
 
-GROWTHS = {
-    "greedy": Growth("each", 1, False, 2, Plan(5, 3, 4, 16, False), 3),
-    "greedy, whole vocabulary": Growth("none", 2, False, 1, Plan(3, 4, 4, 8, False), 1),
-    "sampled": Growth("all", 1, True, 2, Plan(4, 3, 4, 16, True), 2),
-    "sampled, whole vocabulary": Growth("each", 1, True, 1, Plan(2, 4, 4, 9, True), 1),
-    "chain": Growth("each", 1, False, 2, Plan(4, 1, 1, 5, False), 2),
+TREES = {
+    "greedy": TreeSpec("each", 1, False, 2, TreePlan(5, 3, 4, 16, False), 3),
+    "greedy, full vocabulary": TreeSpec("none", 2, False, 1, TreePlan(3, 4, 4, 8, False), 1),
+    "sampled": TreeSpec("all", 1, True, 2, TreePlan(4, 3, 4, 16, True), 2),
+    "sampled, full vocabulary": TreeSpec("each", 1, True, 1, TreePlan(2, 4, 4, 9, True), 1),
+    "chain": TreeSpec("each", 1, False, 2, TreePlan(4, 1, 1, 5, False), 2),
 }
 
 
 def run_at_once(
-    graphs: GraphPool, key: Any, body: Any, make: Any, write: Any, clock: Any = None, **_: Any
+    graphs: GraphPool, key: Any, body: Any, make: Any, write: Any, timer: Any = None, **_: Any
 ) -> Any:
-    """In place of `Graphs.run`: the body once, where the real one replays a graph."""
+    """In place of `GraphPool.run`: the body once, where the real one replays a graph."""
     inputs = make()
     write(inputs)
-    inputs.fetch()
+    inputs.copy_to_device()
     return body(inputs)
 
 
@@ -143,31 +143,28 @@ def decoder(target: Any, dtype: torch.dtype) -> CudaDecoder:
     return CudaDecoder(llama_spec_of(target, cache, calls), cache)
 
 
-def forward(made: CudaDecoder, spec: Pass) -> None:
+def forward(made: CudaDecoder, spec: ForwardSpec) -> None:
     if spec.hidden:
-        made.cache.capture_hidden(len(spec.hidden) * made.shape.hidden_size)
+        made.cache.capture_hidden(len(spec.hidden) * made.spec.hidden_size)
         made.capture_hidden(spec.hidden)
-    texts, nodes = spec.texts, spec.nodes
-    tokens = (torch.arange(texts * nodes) % 97).view(texts, nodes)
-    place = CacheSlice(1, spec.kv_len, ENTRIES - 1, 1)
-    lengths = [spec.kv_len - nodes - text for text in range(texts)]
+    batch, num_nodes = spec.batch, spec.num_nodes
+    tokens = (torch.arange(batch * num_nodes) % 97).view(batch, num_nodes)
+    cache_slice = CacheSlice(1, spec.kv_len, ENTRIES - 1, 1)
+    kv_lens = [spec.kv_len - num_nodes - b for b in range(batch)]
     parents: Any = None
     if spec.tree == "tree":
-        parents = [[-1, *(node // 2 for node in range(nodes - 1))] for _ in range(texts)]
-    if spec.tree == "on_device":
-        trees = torch.arange(texts * 3 * nodes).view(texts, 3, nodes) % 7
-        parents = DeviceTree([5] * texts, trees)
-    made.forward(tokens, lengths, parents, cache_slice=place)
+        parents = [[-1, *(node // 2 for node in range(num_nodes - 1))] for _ in range(batch)]
+    if spec.tree == "device":
+        trees = torch.arange(batch * 3 * num_nodes).view(batch, 3, num_nodes) % 7
+        parents = DeviceTree([5] * batch, trees)
+    made.forward(tokens, kv_lens, parents, cache_slice=cache_slice)
 
 
-def head(target: Any, dtype: torch.dtype, spec: Growth) -> tuple[EagleHead, CudaEagleHead]:
-    vocabulary = target.config.vocab_size
-    draft_tokens = torch.arange(0, vocabulary, spec.every)
+def head(target: Any, dtype: torch.dtype, spec: TreeSpec) -> tuple[EagleHead, CudaEagleHead]:
+    draft_tokens = torch.arange(0, target.config.vocab_size, spec.vocab_step)
     if target.config.hidden_size == SIZES["hidden_size"]:
-        made = _normed(
-            new_head(target, draft_tokens, depths=(1, 2, 2), layers=spec.layers), spec, draft_tokens
-        )
-        made = filled(made.to(dtype))
+        made = new_head(target, draft_tokens, depths=(1, 2, 2), layers=spec.layers)
+        made = filled(_normed(made, spec, draft_tokens).to(dtype))
     else:
         with torch.device("meta"):
             made = new_head(target.to("meta"), draft_tokens.to("meta"), depths=(1, 1, 1))
@@ -175,20 +172,17 @@ def head(target: Any, dtype: torch.dtype, spec: Growth) -> tuple[EagleHead, Cuda
     c = made.config.layer
     shapes = [LayerKVShape(c.num_key_value_heads, c.head_dim, c.num_key_value_heads, c.head_dim)]
     cache = KVCache(shapes * spec.layers, 4, ENTRIES, dtype, CPU)
-    turns = made.rotary(made.norm.weight[None], torch.arange(ENTRIES)[None])
-    turns = [turn[0].contiguous() for turn in turns]
-    embed = target.get_input_embeddings().to_empty(device=CPU) if _is_meta(target) else None
-    embed = target.get_input_embeddings() if embed is None else embed
-    found = gpu_kernels(made, head_spec(made), cache, embed, turns, spec.every == 1)
+    cos, sin = made.rotary(made.norm.weight[None], torch.arange(ENTRIES)[None])
+    cos_sin = cos[0].contiguous(), sin[0].contiguous()
+    embed = target.get_input_embeddings()
+    if embed.weight.is_meta:
+        embed = embed.to_empty(device=CPU)
+    found = cuda_eagle_head(made, head_spec(made), cache, embed, cos_sin, spec.vocab_step == 1)
     assert found is not None
     return made, found
 
 
-def _is_meta(module: Any) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
-def _normed(made: EagleHead, spec: Growth, draft_tokens: torch.Tensor) -> EagleHead:
+def _normed(made: EagleHead, spec: TreeSpec, draft_tokens: torch.Tensor) -> EagleHead:
     c = made.config
     if spec.norm != "each":
         c.norm_each, c.norm_before_fuse = False, spec.norm == "all"
@@ -198,24 +192,24 @@ def _normed(made: EagleHead, spec: Growth, draft_tokens: torch.Tensor) -> EagleH
     return made
 
 
-def grow(made: EagleHead, kernels: CudaEagleHead, spec: Growth) -> None:
-    texts = spec.texts
-    pairs = [[(3 * text + i) % 50 for i in range(1 + 5 * text)] for text in range(texts)]
-    held = [40 + 100 * text for text in range(texts)]
-    slots = [[h + i for i in range(len(row))] for h, row in zip(held, pairs, strict=True)]
-    hidden = made.config.target_hidden
-    states = torch.zeros(4, 1, ENTRIES, 3 * hidden, dtype=kernels.layers.dtype)
-    noise = [[7 + text * i for i in range(spec.plan.deepest)] for text in range(texts)]
-    kernels.grow(
-        pairs,
-        held,
-        slots,
-        states,
+def build_trees(made: EagleHead, kernels: CudaEagleHead, spec: TreeSpec) -> None:
+    batch = range(spec.batch)
+    tokens = [[(3 * b + i) % 50 for i in range(1 + 5 * b)] for b in batch]
+    kv_lens = [40 + 100 * b for b in batch]
+    entries = [[kv_lens[b] + i for i in range(len(tokens[b]))] for b in batch]
+    hidden_size = made.config.target_hidden
+    hidden_states = torch.zeros(4, 1, ENTRIES, 3 * hidden_size, dtype=kernels.layers.dtype)
+    rng_keys = [[7 + b * i for i in range(spec.plan.max_depth)] for b in batch]
+    kernels.build_trees(
+        tokens,
+        kv_lens,
+        entries,
+        hidden_states,
         (0, 1, 2),
         spec.plan,
-        clock=Untimed(),
-        keys=noise if spec.sampled else (),
-        warmth=[0.5 + text for text in range(texts)] if spec.sampled else (),
+        timer=Untimed(),
+        rng_keys=rng_keys if spec.sampled else (),
+        temperatures=[0.5 + b for b in batch] if spec.sampled else (),
     )
 
 
@@ -236,7 +230,7 @@ def variants() -> Iterator[Variant]:
             if kind == "mistral" and name == "float16":
                 continue
             made = model(kind, dtype, num_hidden_layers=2)
-            for what, spec in PASSES.items():
+            for what, spec in FORWARDS.items():
                 yield (
                     f"{kind} {name}, {what}",
                     True,
@@ -244,11 +238,13 @@ def variants() -> Iterator[Variant]:
                 )
     for name, dtype in DTYPES.items():
         made = model("llama", dtype, num_hidden_layers=2)
-        for what, spec in GROWTHS.items():
+        for what, spec in TREES.items():
             yield (
                 f"head {name}, {what}",
                 True,
-                lambda made=made, dtype=dtype, spec=spec: grow(*head(made, dtype, spec), spec),
+                lambda made=made, dtype=dtype, spec=spec: build_trees(
+                    *head(made, dtype, spec), spec
+                ),
             )
     yield from large_variants()
 
@@ -258,18 +254,16 @@ def large_variants() -> Iterator[Variant]:
     dtype = torch.bfloat16
     make = partial(model, "llama", dtype, is_filled=False, **LARGE)
     made = make()
-    for what, spec in LARGE_PASSES.items():
+    for what, spec in LARGE_FORWARDS.items():
         yield (
             f"large llama, {what}",
             False,
             lambda spec=spec: forward(decoder(made, dtype), spec),
         )
     for sampled in (False, True):
-        growth = Growth("each", 1, sampled, 4, Plan(4, 4, 4, 16, sampled), 2)
+        spec = TreeSpec("each", 1, sampled, 4, TreePlan(4, 4, 4, 16, sampled), 2)
         yield (
             f"large head, {'sampled' if sampled else 'greedy'}",
             False,
-            lambda growth=growth: grow(
-                *head(model("llama", dtype, is_filled=False, **LARGE), dtype, growth), growth
-            ),
+            lambda spec=spec: build_trees(*head(make(), dtype, spec), spec),
         )

@@ -30,10 +30,10 @@ def layers(kind: str, dtype: torch.dtype, slots: int = 3, **sizes: Any) -> CudaL
     shapes = [LayerKVShape(c.num_key_value_heads, c.head_dim, c.num_key_value_heads, c.head_dim)]
     cache = KVCache(shapes * c.num_hidden_layers, slots, ENTRIES, dtype, CPU)
     call = {"sliding_window": getattr(c, "sliding_window", None)}
-    shape = llama_spec_of(target, cache, dict.fromkeys(range(c.num_hidden_layers), call))
+    spec = llama_spec_of(target, cache, dict.fromkeys(range(c.num_hidden_layers), call))
     positions = torch.arange(ENTRIES)[None]
-    cos, sin = shape.rotary(shape.embed.weight[None, :1], positions)
-    return CudaLayers(shape, cache, (cos[0], sin[0]))
+    cos, sin = spec.rotary(spec.embed.weight[None, :1], positions)
+    return CudaLayers(spec, cache, (cos[0], sin[0]))
 
 
 def noise(*size: int, seed: int = 1, scale: float = 1.0) -> Tensor:

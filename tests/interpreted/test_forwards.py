@@ -14,7 +14,7 @@ from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.graphs import CapturedGraph
 from draftahead.core.device import Captured
 from draftahead.core.types import ForwardOutput
-from draftahead.drafters.eagle.cuda import Plan
+from draftahead.drafters.eagle.cuda import TreePlan
 from draftahead.models.runner import ModelRunner
 from graph_checks import eager, relative_error
 from head_trees import assert_same_trees, untrained_head
@@ -33,14 +33,14 @@ TREES = [[-1, 0, 0, 1, 3, 2, 2], [-1, 0, 1, 2, 0, 4, 5], [-1, 0, 0, 0, 0, 0, 0]]
 
 @pytest.fixture(autouse=True)
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting up a graph runs its body several times; here once."""
+    """Capturing a graph runs its body several times; here once."""
 
-    def set_up(self: CapturedGraph) -> Captured:
+    def capture(self: CapturedGraph) -> Captured:
         if self._graph is None:
-            self._graph = self._memory.capture(self._pass)
+            self._graph = self._memory.capture(self._forward)
         return self._graph
 
-    monkeypatch.setattr(CapturedGraph, "set_up", set_up)
+    monkeypatch.setattr(CapturedGraph, "capture", capture)
 
 
 def both(kind: str, dtype: torch.dtype, layers: int) -> tuple[ModelRunner, ModelRunner]:
@@ -73,12 +73,12 @@ def test_forwards(kind: str, dtype: torch.dtype, layers: int) -> None:
         tokens = random_tokens(3, 7, seed=step)
         truth = exact.forward(tokens, parents=parents).logits
         trees: Any = parents
-        if not known:  # the host does not look at the trees
+        if not known:  # a device draft
             trees = DeviceTree(tokens[:, 0].tolist(), torch.stack([tokens, parents, parents], 1))
         found = ours.forward(tokens, parents=trees)
         assert relative_error(found.logits, truth) < tolerance, step
         check_argmax(found)
-        # Paths are accepted: the next replay reads other lengths.
+        # Paths are accepted: the next replay reads other numbers of KV entries.
         kept = [[0, 1, 3], [0, 4], [0]]
         for runner in (ours, exact):
             runner.cache.commit(kept, [tokens[b, path].tolist() for b, path in enumerate(kept)])
@@ -109,14 +109,15 @@ def check_cache(ours: ModelRunner, exact: ModelRunner, tolerance: float) -> None
 )
 @torch.inference_mode()
 def test_device_drafts(kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees built by the kernels are those of the tree builder, and are verified unseen."""
+    """Trees built by the kernels are those of the tree builder, and verified before the host reads
+    them."""
     monkeypatch.setattr("draftahead.drafters.tree_builder.MIN_CONFIDENCE", 0.0)
     model = cuda_model("llama", torch.float16, num_hidden_layers=1, **SMALL)
     head = untrained_head(model, kind)
     llm = LLM(model, {"method": "eagle", "model": head}, max_batch=2, max_context=64)
     prompts = [[5, 6, 7, 8, 9], list(range(20, 40))]
     params = SamplingParams(temperature=temperature, max_tokens=8, seed=1)
-    plan = Plan(3, 2, 4, 6, temperature > 0)
+    plan = TreePlan(3, 2, 4, 6, temperature > 0)
     batch, launched = assert_same_trees(llm, prompts, params, plan, [1, 3])
     verifier = llm.engine.verifier
     assert verifier.verifies_device_draft(launched, batch)

@@ -20,7 +20,7 @@ CHOSEN = (
     "qwen3 bfloat16, three trees",
     "head bfloat16, greedy",
     "head bfloat16, sampled",
-    "large llama, many rows",
+    "large llama, many nodes",
     "large head",
 )
 
@@ -56,11 +56,11 @@ def test_shared_memory_is_within_the_bound_of_the_device(
     assert max(launch.shared for found in launches.values() for launch in found) > 128 * 1024
 
 
-def test_a_record_tells_arguments_in_each_others_place(launches: dict[str, list[Launch]]) -> None:
+def test_a_record_shows_arguments_in_each_others_place(launches: dict[str, list[Launch]]) -> None:
     found = launches["llama bfloat16, one node"]
     record = {"it": plain(found, checksums=False)}
     assert not differences(record, {"it": plain(found, checksums=False)})
     linear = next(launch for launch in found if launch.kernel == "linear")
     linear.arguments[3], linear.arguments[4] = linear.arguments[4], linear.arguments[3]
-    (told, *_) = differences(record, {"it": plain(found, checksums=False)})
-    assert "linear" in told and "arguments: [3]" in told
+    (difference, *_) = differences(record, {"it": plain(found, checksums=False)})
+    assert "linear" in difference and "arguments: [3]" in difference

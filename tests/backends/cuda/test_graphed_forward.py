@@ -32,7 +32,7 @@ def backend_of(runner: ModelRunner) -> GraphedForward:
 # ----------------------------------------------------------------------------- whole outputs
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be recorded")  # experts that count on the host
+@pytest.mark.filterwarnings("ignore:.*cannot be captured")  # experts that count on the host
 @pytest.mark.parametrize("name", [n for n in zoo.ARCHITECTURES if n != "phi3_longrope"])
 def test_greedy_output_is_that_of_generate(name: str, gpu_device: str) -> None:
     model, prompts = tiny(name, gpu_device), zoo.ragged_prompts(4)
@@ -178,7 +178,7 @@ def test_a_forward_is_captured_once_and_replayed() -> None:
 
 
 def test_tokens_that_only_the_device_knows() -> None:
-    """They are no part of the block that the host writes."""
+    """They are not in the block that the host writes."""
     with emulated_gpu() as gpu:
         runner = runner_on("cpu")
         runner.prefill(0, [5, 6, 7])
@@ -187,7 +187,7 @@ def test_tokens_that_only_the_device_knows() -> None:
         for nodes in ([10, 11], [12, 13], [8, 9]):
             found = runner.forward(torch.tensor([nodes])).logits
         assert torch.equal(found, expected)
-        keys: Any = backend_of(runner).graphs._kept
+        keys: Any = backend_of(runner).graphs._graphs
         assert {key[-1] for key in keys} == {"all", "shape"}
 
 
@@ -195,7 +195,7 @@ def test_a_graph_serves_one_slice_of_the_cache(
     gpu_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From one slot on, over so many KV entries."""
-    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.SHORTEST", 16)
+    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.MIN_KV_LEN", 16)
     ours, expected = runner_on(gpu_device), eager(runner_on(gpu_device))
     nodes = torch.tensor([[8, 9]])
     for slot, length in ((0, 5), (0, 25), (1, 25), (0, 60), (1, 5)):
@@ -208,15 +208,15 @@ def test_a_graph_serves_one_slice_of_the_cache(
 
 
 def test_graphs_are_not_used_for_what_they_were_not_captured_for(gpu_device: str) -> None:
-    """Hidden states are captured since the third turn: by forwards, and moved with kept nodes."""
+    """Hidden states are captured from the third step on, and moved with accepted nodes."""
     both = runner_on(gpu_device), eager(runner_on(gpu_device))
-    for turn in range(6):
+    for step in range(6):
         for runner in both:
-            if turn == 2:
+            if step == 2:
                 runner.capture_hidden((1,))
             for slot in range(2):
                 runner.prefill(slot, [5, 6 + slot, 7])
-            root, _, right, last = nodes = [8 + turn, 19, 30 + turn, 41]
+            root, _, right, last = nodes = [8 + step, 19, 30 + step, 41]
             parents = torch.tensor([[-1, 0, 0, 2]] * 2)
             runner.forward(torch.tensor([nodes] * 2), parents=parents)
             runner.cache.commit([[0, 2, 3], [0, 2]], [[root, right, last], [root, right]])

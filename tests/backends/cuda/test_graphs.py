@@ -34,16 +34,16 @@ def test_a_forward_reads_its_inputs_from_one_block(known: Any) -> None:
     tokens = torch.tensor([[5, 6, 7], [8, 9, 1]])
     inputs = NodeInputs(2, 3, CPU, known)
     inputs.write(tokens, [10, 20], None, 1)
-    inputs.fetch()
-    assert inputs.real.tolist() == [1]
-    assert inputs.lengths.tolist() == [10, 20]
+    inputs.copy_to_device()
+    assert inputs.num_context_tokens.tolist() == [1]
+    assert inputs.kv_lens.tolist() == [10, 20]
     assert inputs.tokens.tolist() == tokens.tolist()
     assert inputs.depths.tolist() == [[0, 1, 2]] * 2
     assert inputs.ancestors.tolist() == [[0b1, 0b11, 0b111]] * 2
     inputs.write(tokens, [11, 21], [[-1, 0, 0], [-1, 0, 1]], 2)
-    assert inputs.lengths.tolist() == [10, 20]  # nothing moves before the forward itself
-    inputs.fetch()
-    assert inputs.lengths.tolist() == [11, 21]
+    assert inputs.kv_lens.tolist() == [10, 20]  # nothing is copied before the forward itself
+    inputs.copy_to_device()
+    assert inputs.kv_lens.tolist() == [11, 21]
     assert inputs.depths.tolist() == [[0, 1, 1], [0, 1, 2]]
     assert inputs.ancestors.tolist() == [[0b1, 0b11, 0b101], [0b1, 0b11, 0b111]]
 
@@ -53,21 +53,21 @@ def test_of_a_device_tree_only_the_roots_come_from_the_host() -> None:
     inputs = NodeInputs(2, 3, CPU, "roots")
     inputs.write(trees[:, 0], [10, 20], DeviceTree([5, 6], trees), 1)
     inputs.tokens.fill_(-1)
-    inputs.fetch()
+    inputs.copy_to_device()
     assert len(inputs.words) == 5
-    assert inputs.real.tolist() == [1] and inputs.lengths.tolist() == [10, 20]
+    assert inputs.num_context_tokens.tolist() == [1] and inputs.kv_lens.tolist() == [10, 20]
     assert inputs.roots.tolist() == [5, 6]
     assert torch.equal(inputs.trees, trees[:, :2])
     assert bool((inputs.tokens == -1).all())  # for a kernel to fill in
 
 
 def test_pinned_memory_is_kept_for_the_next_owner(gpu: EmulatedGpu) -> None:
-    """But not before the device has done with it."""
+    """But not while the device may still read it."""
     first, second = (NodeInputs(3, 11, CPU, "all") for _ in range(2))
-    place, waits = first._here.data_ptr(), gpu.waits
-    assert second._here.data_ptr() != place
+    address, waits = first._host.data_ptr(), gpu.waits
+    assert second._host.data_ptr() != address
     del first
-    assert NodeInputs(3, 11, CPU, "all")._here.data_ptr() == place
+    assert NodeInputs(3, 11, CPU, "all")._host.data_ptr() == address
     assert gpu.waits == waits + 1
 
 
@@ -102,8 +102,8 @@ def test_a_replay_reads_its_inputs_anew_and_nothing_else() -> None:
     assert run(graphs, body, 5)[0].tolist() == [[10, 15]]  # replayed
 
 
-def test_a_body_that_may_run_once_is_set_up_with_zeros() -> None:
-    """It adds to a total: setting up may not count."""
+def test_a_body_that_may_run_once_is_captured_with_zeros() -> None:
+    """It adds to a total: what is added while capturing may not count."""
     graphs, total = GraphPool(CPU, "it"), torch.zeros(1, dtype=torch.int64)
 
     def body(inputs: Number) -> Any:
@@ -117,7 +117,7 @@ def test_a_body_that_may_run_once_is_set_up_with_zeros() -> None:
 
 def test_graphs_are_bounded_and_the_least_recently_used_is_dropped(gpu: EmulatedGpu) -> None:
     graphs = GraphPool(CPU, "it")
-    graphs.most = 3
+    graphs.max_graphs = 3
     for key in "abca":  # one of b is dropped for the second of a
         assert run(graphs, doubled, key=key)[0].tolist() == [6]
     assert len(graphs) == 3
@@ -128,11 +128,11 @@ def test_graphs_are_bounded_and_the_least_recently_used_is_dropped(gpu: Emulated
     assert gpu.captures == before + 1 and len(graphs) == 3
 
 
-def test_so_many_of_one_key_may_be_under_way(
+def test_graphs_of_one_key_that_may_be_under_way_are_bounded(
     gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the oldest is waited for."""
-    monkeypatch.setattr(graphs_module, "MOST_ALIKE", 3)
+    monkeypatch.setattr(graphs_module, "MAX_IN_FLIGHT", 3)
     monkeypatch.setattr("emulated_gpu.EmulatedEvent.query", lambda event: not event._is_under_way)
     graphs = GraphPool(CPU, "it")
     for number in range(8):
@@ -177,12 +177,12 @@ def test_a_body_that_waits_for_the_device_is_not_captured(
     with (
         torch.inference_mode(inference),
         caplog.at_level(logging.WARNING, "draftahead"),
-        pytest.warns(UserWarning, match="passes of a model cannot be recorded"),
+        pytest.warns(UserWarning, match="forwards of a model cannot be captured"),
     ):
         assert run(graphs, lambda inputs: (waits(inputs.parts[0]),)) is None
     assert not graphs.works and len(graphs) == 0
     (record,) = [record for record in caplog.records if record.name == "draftahead"]
-    assert "at the host's pace" in record.message
+    assert "which is slower" in record.message
 
 
 @pytest.mark.parametrize("fault", [TypeError, ValueError, AssertionError, KeyError])

@@ -55,7 +55,7 @@ def test_logits_are_as_near_the_truth_as_the_models_own(
 
 
 def test_accepted_kv_entries_stay_and_others_are_overwritten() -> None:
-    """A text fed in steps, with drafted tokens that are rejected, ends with the logits of one
+    """A text computed in steps, with drafted tokens that are rejected, ends with the logits of one
     forward."""
     runner = runner_of(cuda_model("llama", torch.bfloat16, "cuda"), 2)
     text, wrong = random_tokens(60).tolist(), random_tokens(2, 4, seed=2)
@@ -93,7 +93,7 @@ def test_a_dropped_graph_is_captured_again_and_gives_the_same_bits() -> None:
     runner = runner_of(cuda_model("llama", torch.bfloat16, "cuda"))
     assert isinstance(runner._backend, CudaDecoder)
     graphs = runner._backend.graphs
-    graphs.most = 3
+    graphs.max_graphs = 3
 
     def logits() -> list[torch.Tensor]:
         return [runner.forward(torch.full((1, n), 5)).logits.clone() for n in range(1, 9)]

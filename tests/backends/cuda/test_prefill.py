@@ -47,10 +47,10 @@ def test_a_graphed_prefill_beside_our_kernels() -> None:
 def test_a_graph_serves_one_length_and_one_range_of_kv_entries(
     gpu_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In any slot, behind what that holds; long prompts in chunks."""
+    """In any slot, behind the KV entries that it holds; long prompts in chunks."""
     monkeypatch.setattr("draftahead.models.runner.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.SHORTEST", 16)
-    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.FEWEST", 4)
+    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.MIN_KV_LEN", 16)
+    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.MIN_PREFILL", 4)
     model = zoo.tiny("llama").to(gpu_device)
     both, graphs = (runner_of(model), eager(runner_of(model))), []
     assert both[0]._prefill is not None
@@ -59,5 +59,5 @@ def test_a_graph_serves_one_length_and_one_range_of_kv_entries(
             runner.prefill(slot, prompt(slot, length))
         graphs.append(len(both[0]._prefill.graphs))
     assert graphs[0] == 0 < graphs[2] <= graphs[4] < graphs[-1]
-    assert {key[1] for key in both[0]._prefill.graphs._kept} >= {32, 64, 128}  # type: ignore[index]
+    assert {key[1] for key in both[0]._prefill.graphs._graphs} >= {32, 64, 128}  # type: ignore[index]
     assert_same_entries(*both)

@@ -1,4 +1,4 @@
-"""What the device takes for a kind of work is measured at first, and then now and then."""
+"""Device timers: work of a kind is measured at first, and then every so many times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from draftahead.backends.cuda.timing import NOW_AND_THEN, TimerCache
+from draftahead.backends.cuda.timing import MEASURE_EVERY, TimerCache
 from draftahead.core.stats import CompileTime
 from emulated_gpu import EmulatedEvent, EmulatedGpu, emulated_gpu
 
@@ -35,16 +35,16 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     found = Clock()
     monkeypatch.setattr(EmulatedGpu, "event", lambda gpu, **options: found.event(gpu, **options))
-    monkeypatch.setattr("draftahead.backends.cuda.timing.EventTimer._read", {"cpu": []})
+    monkeypatch.setattr("draftahead.backends.cuda.timing.EventTimer._unused_events", {"cpu": []})
     with emulated_gpu():
         yield found
 
 
-def test_work_of_one_kind_is_timed_now_and_then(clock: Clock) -> None:
-    """Events take the host some time: they are used again, and not used where the time is known."""
+def test_work_of_one_kind_is_timed_at_first_and_then_every_16th_time(clock: Clock) -> None:
+    """Events take the host some time: they are reused, and not recorded where the time is known."""
     timers, found = TimerCache(torch.device("cpu")), []
     for use in range(1, 34):
-        timer = timers.clock("a kind")
+        timer = timers.timer("a kind")
         for seconds in (0.0, use, 10.0):
             clock.now += seconds
             timer.mark()
@@ -53,7 +53,7 @@ def test_work_of_one_kind_is_timed_now_and_then(clock: Clock) -> None:
     assert [lap for lap, _ in found] == [1, 2, 3, 4, *[4] * 11, *[16] * 16, *[32] * 2]
     assert all(after == 10 for _, after in found)
     assert clock.made == 3
-    assert timers.clock("another").laps() == []  # not measured yet
+    assert timers.timer("another").laps() == []  # not measured yet
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_only_whole_measurements_are_remembered(
     timers = TimerCache(torch.device("cpu"))
 
     def measure(seconds: tuple[float, ...], compiles: bool) -> None:
-        timer = timers.clock("a kind")
+        timer = timers.timer("a kind")
         timer.mark()
         for lap in seconds:
             clock.now += lap
@@ -80,8 +80,8 @@ def test_only_whole_measurements_are_remembered(
             timer.mark()
         timer.laps()
 
-    for _ in range(NOW_AND_THEN):
+    for _ in range(MEASURE_EVERY):
         measure((3.0, 1.0), False)
-    for _ in range(NOW_AND_THEN):
+    for _ in range(MEASURE_EVERY):
         measure(laps, compiles)
-    assert [round(lap) for lap in timers.clock("a kind").laps()] == ([5, 1] if is_noted else [3, 1])
+    assert [round(lap) for lap in timers.timer("a kind").laps()] == ([5, 1] if is_noted else [3, 1])

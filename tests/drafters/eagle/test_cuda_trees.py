@@ -9,7 +9,7 @@ import torch
 import zoo
 from cuda_models import cuda_model
 from draftahead import LLM, SamplingParams
-from draftahead.drafters.eagle.cuda import Plan
+from draftahead.drafters.eagle.cuda import TreePlan
 from drafted import ALL, KnowsOutput, OnDevice, random_head
 from graph_checks import assert_greedy, assert_waits_once_per_step
 from head_trees import HEADS, assert_same_trees, untrained_head
@@ -29,7 +29,7 @@ def test_trees_are_those_of_the_tree_builder(
     monkeypatch.setattr("draftahead.drafters.tree_builder.MIN_CONFIDENCE", 0.0)
     model = cuda_model("llama", torch.float16, "cuda")
     llm = LLM(model, {"method": "eagle", "model": untrained_head(model, kind)}, max_batch=3)
-    assert_same_trees(llm, PROMPTS, params, Plan(5, 3, 4, 16, params is SAMPLED), [1, 1, 5])
+    assert_same_trees(llm, PROMPTS, params, TreePlan(5, 3, 4, 16, params is SAMPLED), [1, 1, 5])
 
 
 @pytest.mark.usefixtures("generous_policy")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("short_graphs")
 @pytest.fixture
 def short_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftahead.drafters.eagle.prefill.PREFILL_CHUNK", 16)
-    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.FEWEST", 4)
+    monkeypatch.setattr("draftahead.backends.cuda.hf_graph.MIN_PREFILL", 4)
 
 
 def prompt(slot: int, length: int) -> list[int]:
@@ -66,7 +66,7 @@ def test_graphs_fill_the_cache_as_the_heads_own_forward(layers: int, gpu_device:
     for slot, length in ((0, 21), (1, 40), (0, 77)):
         for one in both:
             fill(one, slot, length)
-        captured.append({key[:2] for key in graphs.graphs._kept})
+        captured.append({key[:2] for key in graphs.graphs._graphs})
     assert captured[0] == set() and len(captured[1]) == 1 and len(captured[2]) > 1
     assert_same_entries(*both)
     for one in both:

@@ -126,8 +126,8 @@ def expand_nodes(
     at = tl.arange(0, BLOCK)
     # Outputs lie level by level, sequences side by side.
     num_seqs = tl.num_programs(0)
-    parent_level, parent_rank = parent_node // nodes_per_level, parent_node % nodes_per_level
-    output = parent_level * num_seqs * nodes_per_level + seq * nodes_per_level + parent_rank
+    output = parent_node // nodes_per_level * num_seqs * nodes_per_level
+    output = output + seq * nodes_per_level + parent_node % nodes_per_level
     root = root_outputs + (seq * max_inputs + tl.load(num_inputs + seq) - 1) * HIDDEN
     source = root if parent_node < 0 else outputs + output * HIDDEN
     hidden = tl.load(source + at, mask=at < HIDDEN, other=0.0)
