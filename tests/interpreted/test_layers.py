@@ -23,6 +23,7 @@ from interpreted.plain import (
 )
 
 TREE = [-1, 0, 0, 1, 3, 2, 3]  # four levels, with nodes that do not follow their parents
+FOREST = [-1, -1, -1, 0, 1, 0, 4]  # the block of a draft tree: its root is in the context
 pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=["float16", "bfloat16"])
 
 
@@ -225,6 +226,7 @@ CASES = {
     "splits of several blocks": ("qwen3", TREE, 0, 4, 4),
     "window": ("mistral", TREE, 0, 4, 1),
     "nodes of earlier forwards": ("llama", TREE, 3, 4, 1),
+    "block without a root": ("llama", FOREST, 3, 1, 1),
 }
 
 
