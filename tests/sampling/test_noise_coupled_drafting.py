@@ -142,3 +142,13 @@ def test_logits_of_a_draft_vocabulary_are_scattered() -> None:
     whole = scatter_to_vocab(torch.tensor([[[1.0, 2.0]]]), torch.tensor([3, 0]), 5)
     inf = torch.inf
     assert whole.tolist() == [[[2, -inf, -inf, 1, -inf]]]
+
+
+def test_greedy_sequences_keep_their_probabilities_beside_sampled_ones() -> None:
+    """Of the whole vocabulary, not only of the tokens that compete with the noise."""
+    logits = 0.1 * random_logits(0, 2, size=200)
+    sampler = sampler_of(GREEDY, {}, vocab_size=200)
+    found, tokens = sampler.noise_coupled_topk(logits, [0, 1], [(), ()], 3)
+    probs, best = logits[0].softmax(-1).topk(3)
+    assert tokens[0].tolist() == best.tolist()
+    assert torch.allclose(found[0].float(), probs)
