@@ -26,7 +26,7 @@ def test_an_unknown_name_suggests_the_nearest_alias_and_says_where_it_looked(
 
 @pytest.mark.parametrize(
     "name",
-    ["", "./org/name", "../name", "a/b/c", "/nowhere/at/all", "~nobody-at-all/x", "x" * 5000, " "],
+    ["", "./org/name", "../name", "a/b/c", "/nowhere/at/all", "~absent-at-all/x", "x" * 5000, " "],
 )
 def test_impossible_names_are_refused_without_the_network(
     name: str, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -47,13 +47,13 @@ def forbid_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_path_is_never_a_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_hub(monkeypatch)
     with pytest.raises(ModelNotFoundError):
-        hub.load(Path("nobody-here/nothing"))
+        hub.load(Path("absent-here/nothing"))
 
 
 def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="the hub cannot be reached") as caught:
-        hub.load("nobody-here/nothing")
+        hub.load("absent-here/nothing")
     assert "\n" not in str(caught.value)
     assert "smollm2" in str(caught.value)
 
