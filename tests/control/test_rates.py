@@ -10,7 +10,7 @@ from draftahead.control.rates import Calibration, Rates
 
 
 def test_a_first_opinion_counts_as_a_few_guesses_and_old_ones_fade() -> None:
-    rates: Rates[str] = Rates({"a": 0.25, "b": 0.5}.__getitem__, worth=4.0, fade=0.9)
+    rates: Rates[str] = Rates({"a": 0.25, "b": 0.5}.__getitem__, prior_weight=4.0, decay=0.9)
     assert rates["a"] == 0.25 and not rates.seen()
     rates.note("a", True)
     assert rates["a"] == pytest.approx((0.25 * 4 * 0.9 + 1) / (4 * 0.9 + 1))

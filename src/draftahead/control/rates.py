@@ -1,4 +1,4 @@
-"""How often guesses of some kind came true, lately."""
+"""How often drafted tokens of some kind were accepted, recently."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ RECENT = 0.05  # share of the newest draft in what is usual
 
 
 class Rates(Generic[Kind]):
-    """Shares of successes by kind. A first opinion counts as a few guesses; old ones fade."""
+    """Acceptance rates by kind, from observations whose weight decays and a prior that counts as
+    `prior_weight` of them."""
 
-    def __init__(self, first: Callable[[Kind], float], *, worth: float, fade: float) -> None:
-        self._first, self._worth, self._fade = first, worth, fade
+    def __init__(
+        self, prior: Callable[[Kind], float], *, prior_weight: float, decay: float
+    ) -> None:
+        self._prior, self._prior_weight, self._decay = prior, prior_weight, decay
         self._right: dict[Kind, float] = {}
         self._seen: dict[Kind, float] = {}
 
     def __getitem__(self, kind: Kind) -> float:
         if kind not in self._seen:
-            return self._first(kind)
+            return self._prior(kind)
         return self._right[kind] / self._seen[kind]
 
-    def note(self, kind: Kind, came_true: bool) -> None:
-        worth = self._worth
-        self._right[kind] = (
-            self._right.get(kind, worth * self._first(kind)) * self._fade + came_true
-        )
-        self._seen[kind] = self._seen.get(kind, worth) * self._fade + 1
+    def note(self, kind: Kind, accepted: bool) -> None:
+        right = self._right.get(kind, self._prior_weight * self._prior(kind))
+        self._right[kind] = right * self._decay + accepted
+        self._seen[kind] = self._seen.get(kind, self._prior_weight) * self._decay + 1
 
     def seen(self) -> dict[Kind, tuple[float, float]]:
-        """(share, weight) of every kind that was noted, its first opinion included."""
+        """(share, weight) of every kind that was noted, its prior included."""
         return {kind: (self[kind], self._seen[kind]) for kind in self._seen}
 
 
@@ -41,7 +42,9 @@ class Calibration:
     """What claims are worth: of guesses said to be this likely, how many came true."""
 
     def __init__(self) -> None:
-        self.rates: Rates[int] = Rates(lambda bin_: (bin_ + 0.5) / BINS, worth=4.0, fade=0.98)
+        self.rates: Rates[int] = Rates(
+            lambda bin_: (bin_ + 0.5) / BINS, prior_weight=4.0, decay=0.98
+        )
 
     def __call__(self, claim: float) -> float:
         return self.rates[_bin(claim)]

@@ -58,7 +58,7 @@ class Recycle(CandidateDrafter[Source]):
                 self.table = read_table(context.successors, context.vocab_size)
         self.shared = shared
         self.rates: Rates[Source] = Rates(
-            lambda source: INITIAL_RATES[source[0]][source[1]], worth=16.0, fade=0.99
+            lambda source: INITIAL_RATES[source[0]][source[1]], prior_weight=16.0, decay=0.99
         )
         self._own: dict[int, Memory] = {}  # by sequence
         self._shared: OrderedDict[str, Memory] = OrderedDict()  # by namespace

@@ -76,9 +76,9 @@ class TreeBuilder:
                 self.note_stop()
                 break
             start = time.perf_counter()
-            width = max(len(partial.frontier) for partial in trees)
+            level_size = max(len(partial.frontier) for partial in trees)
             for partial in trees:
-                partial.expand(width)
+                partial.expand(level_size)
             nodes = torch.tensor([[p.tokens[node] for node in p.expanded] for p in trees])
             parents = torch.tensor([partial.expanded_parents for partial in trees])
             self._add_children(trees, expand(nodes, parents), batch, tokens)
@@ -155,9 +155,9 @@ class PartialTree:
         ]
         return sorted(sorted(leaves, key=lambda node: -self.confidence[node])[:count])
 
-    def expand(self, width: int) -> None:
-        """Adds the frontier to the expanded nodes, as a level of `width` nodes."""
-        padding = [0] * (width - len(self.frontier))
+    def expand(self, level_size: int) -> None:
+        """Adds the frontier to the expanded nodes, as a level of `level_size` nodes."""
+        padding = [0] * (level_size - len(self.frontier))
         self.expanded_parents += [self.expanded.index(self.parents[n]) for n in self.frontier]
         self.expanded_parents += padding
         self.expanded += self.frontier + padding

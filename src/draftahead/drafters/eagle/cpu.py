@@ -38,13 +38,13 @@ class CpuEagleHead:
         projection = _linear(screening.projection, None)
         screening_weight = lm_head.dequantized() @ screening.basis.T
         screening_head = Int8Linear(_linear(screening_weight, lm_head.bias))
-        # Single rows of the vocabulary are read: they must not be packed in panels.
-        rows, scales = (
+        # Weights of single tokens are read: they must not be packed in panels.
+        weight, scales = (
             unpack(packed, lm_head.out_features).contiguous()
             for packed in (lm_head.weight, lm_head.scales)
         )
         vocab_rows = weights_of(lm_head)
-        vocab_rows.data, vocab_rows.scales = rows.data_ptr(), scales.data_ptr()
+        vocab_rows.data, vocab_rows.scales = weight.data_ptr(), scales.data_ptr()
         screened = abi.ScreenedHead(
             projection=weights_of(projection),
             screening_head=weights_of(screening_head),
@@ -52,7 +52,7 @@ class CpuEagleHead:
             min_blocks=MIN_BLOCKS,
         )
         self._model.screened_head = ctypes.addressof(screened)
-        self._kept += [projection, screening_head, rows, scales, screened]
+        self._kept += [projection, screening_head, weight, scales, screened]
 
     def supports(self, num_slots: int, num_nodes: int, tree_size: int) -> bool:
         return num_slots * num_nodes <= MAX_NODES and tree_size <= MAX_NODES

@@ -65,7 +65,7 @@ class CpuTreeBuilder:
         max_depths: Sequence[int],
         builder: TreeBuilder,
     ) -> Draft | None:
-        """The draft that `builder` would build, which is told of the time."""
+        """The draft that `builder` would build, which measures the time of its levels."""
         runner, head, num_slots = self._runner, self._projection, len(batch.sequences)
         most = min(MAX_MISSING, MAX_NODES // num_slots)
         missing = self._prefill.missing(batch.sequences, has_inputs, most)
@@ -130,8 +130,8 @@ class CpuTreeBuilder:
         hidden = target.cache.hidden
         assert hidden is not None
         indices = torch.tensor(target.captured_index(self._runner.head.config.depths))
-        num_inputs, rows = torch.tensor([len(own) for own in tokens]), padded(tokens)
-        inputs = abi.HeadInputs(
+        num_inputs, inputs = torch.tensor([len(own) for own in tokens]), padded(tokens)
+        head_inputs = abi.HeadInputs(
             hidden=hidden.data_ptr(),
             num_entries=hidden.shape[2],
             entry_stride=hidden.shape[3],
@@ -141,11 +141,11 @@ class CpuTreeBuilder:
             norm=abi.INPUT_NORMS.index(projection.norm),
             norm_weights=projection.norm_weights.data_ptr(),
             fc=weights_of(projection.fc),
-            max_inputs=rows.shape[1],
+            max_inputs=inputs.shape[1],
             num_inputs=num_inputs.data_ptr(),
-            tokens=rows.data_ptr(),
+            tokens=inputs.data_ptr(),
         )
-        return inputs, [indices, num_inputs, rows]
+        return head_inputs, [indices, num_inputs, inputs]
 
 
 def _is_supported(projection: InputProjection) -> bool:

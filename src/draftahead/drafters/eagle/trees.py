@@ -41,7 +41,7 @@ class HeadTrees:
         """`parents` [B][N] of the whole trees, `tokens` of their last nodes."""
         hidden, logits = self._output
         nodes = NodeRange(0, self._root_entries, parents, logits.shape[1])
-        above = [row[nodes.start :] for row in parents]
+        above = [own[nodes.start :] for own in parents]
         index = small_tensor(above, torch.int64, hidden.device)
         slots = torch.arange(len(parents), device=hidden.device)[:, None]
         new = self._runner.forward(tokens, hidden[slots, index], nodes)
@@ -62,6 +62,6 @@ def start_trees(
     held = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
     output = runner.forward_inputs(0, padded(missing), held)
     prefill.commit(missing)
-    root_entries = [count + len(row) - 1 for count, row in zip(held, missing, strict=True)]
+    root_entries = [count + len(own) - 1 for count, own in zip(held, missing, strict=True)]
     roots = [last_of(values, missing)[:, None] for values in output]
     return HeadTrees(runner, root_entries, HeadOutput(*roots))

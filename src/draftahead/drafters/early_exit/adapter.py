@@ -2,8 +2,8 @@
 reads.
 
 It lies on the exit branch alone, between a layer and the target's last norm: a norm and a low-rank
-residual. The lm_head is the target's; a draft vocabulary selects rows of it, and the adapter stores
-none of them.
+residual. The lm_head is the target's; a draft vocabulary selects a part of it, and the adapter
+stores nothing of it.
 """
 
 from __future__ import annotations

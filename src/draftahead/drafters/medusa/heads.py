@@ -23,7 +23,7 @@ from draftahead.models.support import text_config
 
 
 class MedusaHeads(nn.Module):
-    """`lm_head_sizes`: rows of the lm_heads that it brings: none (it uses the target's), one for
+    """`lm_head_sizes`: tokens of the lm_heads that it brings: none (it uses the target's), one for
     all heads, or one each. `tokens` [D]: the draft vocabulary; None: the target's whole one.
     `choices`: a tree that calibration data showed to be good."""
 
@@ -83,7 +83,7 @@ class MedusaHeads(nn.Module):
         return shared(x)  # type: ignore[no-any-return]
 
     def target_lm_head(self, model: Any) -> Any:
-        """The target's lm_head, or its rows for the draft vocabulary; None if not needed."""
+        """The target's lm_head, or its part for the draft vocabulary; None if not needed."""
         if self.lm_heads:
             return None
         lm_head = model.get_output_embeddings()

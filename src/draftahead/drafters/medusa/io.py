@@ -23,8 +23,8 @@ from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
-# Rows by which a published lm_head may differ from the target's and still hold the same tokens:
-# published ones are padded to a multiple of it.
+# Tokens by which a published lm_head may differ from the target's and still hold the same ones: it
+# is padded to a multiple of them.
 VOCAB_PADDING = 128
 PREFIX = re.compile(r"medusa_heads?\.")
 # Published names, and vLLM's -> those of `MedusaHeads.published_tensors`.
@@ -90,7 +90,7 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
     if len(lm_heads) not in (0, 1, num_heads):
         raise ConfigError(f"{file} has {num_heads} heads and {len(lm_heads)} lm_heads")
     if tokens is not None and len(lm_heads) == 1:
-        # An lm_head over all tokens beside a token_map: only those rows are used, as by vLLM.
+        # An lm_head over all tokens beside a token_map: only its tokens are used, as by vLLM.
         vocab_rows = tensors[lm_heads[0]]
         if len(tokens) < len(vocab_rows) and int(tokens.max()) < len(vocab_rows):
             tensors[lm_heads[0]] = vocab_rows[tokens]

@@ -110,11 +110,13 @@ class AutomatonCursor:
 
 
 class MatchRates:
-    """How often a candidate after a match of some length was accepted, lately."""
+    """How often a candidate after a match of some length was accepted, recently."""
 
     def __init__(self) -> None:
         # Short matches are often wrong, long ones hardly ever.
-        self._rates: Rates[int] = Rates(lambda length: length / (length + 2), worth=8.0, fade=0.97)
+        self._rates: Rates[int] = Rates(
+            lambda length: length / (length + 2), prior_weight=8.0, decay=0.97
+        )
 
     def __getitem__(self, length: int) -> float:
         return self._rates[min(length, LONGEST_MATCH)]
