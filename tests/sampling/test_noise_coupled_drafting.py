@@ -142,6 +142,7 @@ def test_logits_of_a_draft_vocabulary_are_scattered() -> None:
     whole = scatter_to_vocab(torch.tensor([[[1.0, 2.0]]]), torch.tensor([3, 0]), 5)
     inf = torch.inf
     assert whole.tolist() == [[[2, -inf, -inf, 1, -inf]]]
+    assert scatter_to_vocab(whole, None, 5) is whole
 
 
 def test_greedy_sequences_keep_their_probabilities_beside_sampled_ones() -> None:

@@ -101,7 +101,9 @@ def test_logits_that_are_not_finite_make_no_draft(
 ) -> None:
     _, llm, drafter = eagle_llm(monkeypatch, kernels=True, max_batch=1)
     builder, batch = builder_and_batch(llm, drafter, [PROMPT])
-    drafter.head.norm.weight[5] = value
+    drafter.head.lm_head.weight[5] = value  # one token's logit
+    assert builder.build(batch, [True], [9], drafter.builder) is None
+    drafter.head.norm.weight[5] = value  # all of them
     assert builder.build(batch, [True], [9], drafter.builder) is None
 
 
