@@ -360,9 +360,7 @@ class Policy:
         )
         found += [f"{count} steps without drafting: {why}" for count, why in plainly if count]
         speed = tally.plain_seconds / tally.seconds if tally.seconds else 1.0
-        found.append(
-            f"{tally.tokens / steps:.2f} tokens per step; estimated speed-up {speed:.2f}x"
-        )
+        found.append(f"{tally.tokens / steps:.2f} tokens per step; estimated speed-up {speed:.2f}x")
         return found
 
 
