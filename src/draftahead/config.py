@@ -25,9 +25,9 @@ class LLMConfig:
     exact: "distribution" keeps the target's distribution; "replay" also makes the tokens a function
         of seed and prompt alone, bit for bit the same for every drafter and in every batch.
     rule: how sampled drafts are accepted, "block" or "token"; both are exact.
-    lossless: False accepts drafted tokens that are merely typical of the target's distribution
-        (Medusa's rule): more are accepted, and the output is no longer the target's. All reports
-        say so.
+    lossless: False accepts drafted tokens, sampled or not, that are merely typical of the target's
+        distribution (Medusa's rule, whatever `rule` says): more are accepted, and the output no
+        longer follows the target's distribution. All reports say so.
     dtype, device: for models loaded by name.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
     quantize: "int8" quantizes the weights (CPU). Speculation is exact with respect to that model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 
 import zoo
-from batched_worlds import BatchedWorlds
+from batched_worlds import BatchedWorlds, likely_chains
 from draftahead import LLM, Draft, SamplingParams, errors
 from draftahead.core.types import ForwardOutput
 from draftahead.sampling import accept
 from draftahead.sampling.noise import NodeContext, sample_gumbel, target_rng_key
-from drafted import GarbageTree, KnowsOutput
+from drafted import REGISTERED, GarbageTree, KnowsOutput
 from toy import PARAMS, PLAIN, VOCAB_SIZE, World
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=30, seed=3)
@@ -36,7 +37,7 @@ def random_tree(seed: int) -> list[tuple[int, int]]:
 
 
 def longest_typical_path(world: World, paths: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """The longest path of which every token is likelier than min(0.3, 0.09 exp(-entropy)); of
+    """The longest path of which every token is likelier than min(0.09, 0.3 exp(-entropy)); of
     equals the most likely."""
     best, best_value = (), (0, 1.0)
     for path in paths:
@@ -44,7 +45,7 @@ def longest_typical_path(world: World, paths: list[tuple[int, ...]]) -> tuple[in
         for depth, token in enumerate(path):
             probs = world.probs(path[:depth]).tolist()
             entropy = -sum(p * math.log(p) for p in probs if p)
-            if not probs[token] > min(0.3, 0.09 * math.exp(-entropy)):
+            if not probs[token] > min(0.09, 0.3 * math.exp(-entropy)):
                 break
             likelihoods.append(probs[token])
         else:
@@ -86,9 +87,10 @@ def test_rule_is_that_of_medusa(params: str) -> None:
 
 def test_threshold_falls_with_entropy_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     probs = torch.tensor([[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4])
-    torch.testing.assert_close(accept.typical_threshold(probs), 0.09 / torch.tensor([1.0, 2, 4]))
-    monkeypatch.setattr(accept, "DELTA", 1.0)
-    torch.testing.assert_close(accept.typical_threshold(probs), torch.tensor([0.3, 0.3, 0.25]))
+    expected = torch.tensor([0.09, 0.09, 0.3 / 4])
+    torch.testing.assert_close(accept.typical_threshold(probs), expected)
+    monkeypatch.setattr(accept, "POSTERIOR_THRESHOLD", 1.0)
+    torch.testing.assert_close(accept.typical_threshold(probs), 0.3 / torch.tensor([1.0, 2, 4]))
 
 
 def test_greedy_output_stays_exact(target: Any) -> None:
@@ -114,6 +116,28 @@ def test_sampled_output_follows_the_drafter(target: Any) -> None:
     assert not any(out.lossless for out in typical)
     accepted = [sum(out.stats.accepted for out in outs) for outs in (exact, typical)]
     assert accepted[1] > 2 * accepted[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sampled_chains_are_accepted_by_the_same_rule(seed: int) -> None:
+    """The distribution that the draft was drawn from plays no part."""
+    params = list(PARAMS.values())
+    worlds = BatchedWorlds(likely_chains(seed, params), params, seed=seed, sampled=True)
+    sampled = worlds.accept(lossless=False)
+    worlds.draft = dataclasses.replace(worlds.draft, probs=None)
+    assert worlds.accept(lossless=False) == sampled
+
+
+def test_more_tokens_of_a_sampling_drafter_are_accepted(target: Any) -> None:
+    config = REGISTERED["draft_model"](target)
+    exact, typical = (
+        LLM(target, config, lossless=lossless).generate(zoo.ragged_prompts(3), SAMPLED)
+        for lossless in (True, False)
+    )
+    assert all(len(out.token_ids) == 30 for out in typical)
+    rates = [sum(o.stats.accepted for o in outs) for outs in (exact, typical)]
+    steps = [sum(o.stats.steps for o in outs) for outs in (exact, typical)]
+    assert rates[1] / steps[1] > 1.2 * rates[0] / steps[0]
 
 
 def test_it_is_used_only_with_lossless_false(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +179,13 @@ def test_an_impossible_token_is_not_typical_and_of_equals_the_likeliest_path_is_
 
 
 def test_a_token_must_exceed_the_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept, "DELTA", 1.0)
+    monkeypatch.setattr(accept, "POSTERIOR_ALPHA", 1.0)
     worlds = BatchedWorlds([[(1, 0)]], [PLAIN])
     worlds.logits[:] = -math.inf
     worlds.logits[0, 0, :2] = 0.0  # two tokens alike: a threshold of a half, as likely as both
     worlds.logits[0, 1, 0] = 0.0
     for most, path in ((0.5, [0]), (0.49, [0, 1])):
-        monkeypatch.setattr(accept, "EPSILON", most)
+        monkeypatch.setattr(accept, "POSTERIOR_THRESHOLD", most)
         assert worlds.accept(lossless=False).paths == [path]
 
 

@@ -9,8 +9,8 @@ functions of (p, q, drafted tokens); randomness enters only through `accepts` an
 - siblings: sampled children, tried in order against the residual of p, without replacement
             (SpecInfer, arXiv 2305.09781; one child: Leviathan et al., arXiv 2211.17192).
 - block:    sampled chains as a whole (Sun et al., arXiv 2403.10444): accepts at least as much.
-- typical:  NOT lossless, and only where that was asked for: drafted tokens that are likely enough
-            stay, sampled or not (Medusa, arXiv 2401.10774). Greedy output stays exact.
+- typical:  NOT lossless, and only with lossless=False: tokens of any draft, sampled or not, stay if
+            they are likely enough (Medusa, arXiv 2401.10774). Greedy output stays exact.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from draftahead.sampling.processors import probs_of
 from draftahead.sampling.sample import sample_target
 
 AcceptanceRule = Literal["block", "token"]
-EPSILON, DELTA = 0.3, 0.09  # of typical acceptance, as in Medusa's own code
+POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # of typical acceptance: medusa_generate's
 NO_TOKEN = -1  # in place of a token where the logits allow none
 
 
@@ -51,10 +51,10 @@ def accept(
 ) -> tuple[Verdict, Draft]:
     """Which path of each tree is accepted, and the target's own next token; and the draft, which
     the host may not have known before."""
-    if draft.probs is None:
-        if lossless:
-            return accept_matching(draft, output, batch)
+    if not lossless:
         return accept_typical(draft, output, batch)
+    if draft.probs is None:
+        return accept_matching(draft, output, batch)
     if rule == "block" and draft.is_chain:
         return accept_block(draft, output, batch)
     return accept_siblings(draft, output, batch)
@@ -305,7 +305,7 @@ def typical_threshold(p: Tensor) -> Tensor:
     """What a token's probability must exceed to be typical of distributions [..., V]: the lower the
     entropy, the more. One-hot distributions (greedy) leave their one token only."""
     entropy: Tensor = torch.special.entr(p).sum(-1)
-    return (DELTA * (-entropy).exp()).clamp(max=EPSILON)
+    return (POSTERIOR_ALPHA * (-entropy).exp()).clamp(max=POSTERIOR_THRESHOLD)
 
 
 # ------------------------------------------------------------------------------- shared parts
