@@ -108,8 +108,10 @@ class OnDevice(Noting):
         return [0.3, 0.9]
 
 
-def test_a_device_draft_is_learnt_while_the_device_builds_the_next() -> None:
-    """By what such confidence is worth, not by the luck of one step; and when there is time."""
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_device_draft_is_learnt_while_the_device_builds_the_next(is_cut: bool) -> None:
+    """By what such confidence is worth, not by the luck of one step; and when there is time. As it
+    was built, also where a part of it was verified."""
     cheap, head = Noting(), OnDevice()
     auto = auto_of({"cheap": cheap}, head)
     auto.costly = auto.unseen = Unseen()
@@ -121,7 +123,9 @@ def test_a_device_draft_is_learnt_while_the_device_builds_the_next() -> None:
     draft, _ = launched.read(launched.token_tensor[:, :0])
     assert draft.tokens == [[5, 7, 8, 9]]
     auto._sent = Sent(launched, POOR)
-    auto.learn(None, draft, None, Verdict([[0, 2]], [[8, 4]]))  # type: ignore[arg-type]
+    draft, path = (draft.part([[0, 2]]), [0, 1]) if is_cut else (draft, [0, 2])
+    auto.learn(None, draft, None, Verdict([path], [[8, 4]]))  # type: ignore[arg-type]
+    trees.zero_()  # by the next launch
     assert cheap.told == ["learn"]
     assert not auto.unseen.asked
     auto._sent, auto._trees = None, [[Guess(3, 0, 1, ("cheap",), 0.5)]]  # the next are on their way
@@ -131,7 +135,7 @@ def test_a_device_draft_is_learnt_while_the_device_builds_the_next() -> None:
     (now,) = auto.unseen.situations.values()
     assert (auto.unseen.asked, auto.unseen.seconds, now.asked, now.width) == (1, 0.3, 1, 4.0)
     assert 1.2 < now.more < 1.5  # 0.9 or more, and 0.05, and 0.35; not the one that came true
-    assert auto._scored == {"expensive": 3}
+    assert auto._scored == {"expensive": 1 if is_cut else 3}
     assert auto._kept == {"expensive": 1}
     assert auto._calibrations["expensive",].rates.seen()[0][0] > 0.2
     assert ("cheap",) not in auto._calibrations  # not of this step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,18 @@ def test_the_embedded_models_table_comes_with_it(smollm2: tuple[Any, Any]) -> No
     assert isinstance(drafter, Recycle)
     (token,) = tokenizer(" United", add_special_tokens=False).input_ids
     assert tokenizer.decode([drafter.table[token][0]]) == " States"
+
+
+def test_the_script_makes_a_table_that_the_drafter_reads(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's most likely tokens after each token of the vocabulary alone."""
+    script = Path(__file__).parents[2] / "scripts/successors.py"
+    monkeypatch.setattr("sys.argv", ["", "--model", model_folder, "--out", str(tmp_path / "file")])
+    runpy.run_path(str(script), run_name="__main__")
+    llm, drafter = recycling(zoo.tiny("llama").float(), successors=tmp_path / "file")
+    assert len(drafter.table) == zoo.VOCABULARY
+    prompt = LLM(model_folder).encode([{"role": "user", "content": "Go on."}])
+    for token in (0, 70):
+        logits = llm.model(torch.tensor([[*prompt, token]])).logits[0, -1]
+        assert drafter.table[token] == logits.topk(SUCCESSORS).indices.tolist()

@@ -205,6 +205,15 @@ def test_evaluations_use_averaged_weights_and_steps_do_not(tmp_path: Path) -> No
     assert torch.equal(unaveraged.module.weight, after_two)
 
 
+def test_frozen_weights_are_not_averaged(tmp_path: Path) -> None:
+    task = Line()
+    bias = task.module.get_parameter("bias").requires_grad_(False)
+    loop = TrainLoop(task, CONFIG, tmp_path, from_number, ())
+    assert [x.shape for x in loop.averaged.module.parameters()] == [task.module.weight.shape]
+    loop.run()
+    assert task.module.get_parameter("bias") is bias
+
+
 def test_a_folder_with_a_training_is_not_overwritten(tmp_path: Path) -> None:
     TrainLoop(Line(), CONFIG, tmp_path, from_number, ()).run()
     before = (tmp_path / FILE).read_bytes()

@@ -26,7 +26,7 @@ from draftahead.core import tree as core_tree
 from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
-from draftahead.drafters.base import Drafter, DrafterContext, check, positive
+from draftahead.drafters.base import Drafter, DrafterContext, as_built, check, positive
 from draftahead.drafters.registry import build, register
 from draftahead.errors import ConfigError, DrafterFaultWarning
 
@@ -57,6 +57,7 @@ class Lesson(NamedTuple):
 
     verdict: Verdict
     draft: Draft  # that was scored
+    built: Draft  # by a device, before it was cut to that
     sent: Sent | None
     trees: list[list[Guess]]  # of the others, by row
 
@@ -218,7 +219,8 @@ class Auto(Drafter):
             except Exception as fault:
                 self._leave_out(name, fault)
         self.idle_work()
-        self._lesson = Lesson(verdict, draft, self._sent, self._trees)
+        built = draft if self._sent is None else as_built(self._sent.draft, draft)
+        self._lesson = Lesson(verdict, draft, built, self._sent, self._trees)
         if self.unseen is None:  # else the device is sent its next trees first
             self.idle_work()
 
@@ -227,23 +229,23 @@ class Auto(Drafter):
         lesson, self._lesson = self._lesson, None
         if lesson is None:
             return
-        verdict, draft, sent, trees = lesson
+        verdict, draft, built, sent, trees = lesson
         if sent is not None and self.unseen is not None:
-            self._note_sent(sent, draft, verdict)
+            self._note_sent(sent, built, draft, verdict)
         scored = draft if sent is None else None
         for row, tree in enumerate(trees):
             self._note(tree, verdict.tokens[row], len(verdict.paths[row]) - 1, scored, row)
 
-    def _note_sent(self, sent: Sent, draft: Draft, verdict: Verdict) -> None:
+    def _note_sent(self, sent: Sent, built: Draft, draft: Draft, verdict: Verdict) -> None:
         """Of trees that a device grew: what they promised, as such claims turned out to be worth,
         tells more than the few guesses that came true."""
         head: Any = self.other
         assert self.unseen is not None and head is not None and sent.draft.timer is not None
-        head.observe(sent.draft, draft)
-        width, texts = draft.width, len(verdict.paths)
+        head.observe(sent.draft, built)
+        width, texts = built.width, len(verdict.paths)
         worth = 0.0
         for row, said in enumerate(verdict.tokens):
-            guesses = self._chosen(union({self.name: draft}, row), most=width)
+            guesses = self._chosen(union({self.name: built}, row), most=width)
             self._note_together([guesses])
             worth += sum(guess.worth for guess in guesses)
             self._note(guesses, said, len(verdict.paths[row]) - 1, draft, row)

@@ -72,7 +72,16 @@ class DeviceDrafter(Drafter, Protocol):
         ...
 
     def observe(self, launched: DeviceDraft, draft: Draft) -> None:
-        """What was launched has been verified, and read as `draft`."""
+        """`launched` has been verified: it, or where the target takes host drafts only, its part
+        `draft`."""
+
+
+def as_built(launched: DeviceDraft, draft: Draft) -> Draft:
+    """A device draft on the host, before the policy cut it to `draft`. To be called before the
+    next launch, which overwrites its memory."""
+    if draft.num_nodes == launched.num_nodes:
+        return draft
+    return launched.read(launched.token_tensor[:, :0])[0]
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,13 @@ Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 def register(name: str, *, synonyms: tuple[str, ...] = ()) -> Callable[[Maker], Maker]:
     """Makes a drafter class known by name. It is built as `cls(context, **options)`; its keyword
-    parameters are the configuration keys that users may give."""
+    parameters are the configuration keys that users may give. A user's drafter replaces a built-in
+    one of the same name, which may be imported later."""
 
     def add(maker: Maker) -> Maker:
-        _REGISTRY[name] = maker
+        is_built_in = maker.__module__.startswith(f"{drafters.__name__}.")
+        if not (is_built_in and name in _REGISTRY):
+            _REGISTRY[name] = maker
         _SYNONYMS.update(dict.fromkeys(synonyms, name))
         return maker
 
@@ -69,7 +72,7 @@ def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) ->
             f"the drafter's configuration needs 'method' (one of {', '.join(names())})"
         )
     name = str(name)
-    maker = _REGISTRY.get(_SYNONYMS.get(name, name))
+    maker = _find(name)
     if maker is None:
         raise UnknownDrafterError(f"no drafter {name!r}{nearest(name, [*_REGISTRY, *_SYNONYMS])}")
     known = _options(maker)
@@ -83,13 +86,19 @@ def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) ->
 def options_of(name: str) -> list[str]:
     """The configuration keys of a drafter; none for a name that is not registered."""
     _load_all()
-    maker = _REGISTRY.get(_SYNONYMS.get(name, name))
+    maker = _find(name)
     return [] if maker is None else _options(maker)
+
+
+def _find(name: str) -> Callable[..., Drafter] | None:
+    return _REGISTRY.get(name) or _REGISTRY.get(_SYNONYMS.get(name, ""))
 
 
 def _options(maker: Callable[..., Drafter]) -> list[str]:
     parameters = inspect.signature(maker).parameters.items()
-    return [key for key, one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    return [
+        key for key, parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
 
 
 def _is_drafter(wanted: Any) -> TypeGuard[Drafter]:

@@ -96,12 +96,11 @@ class TreeBuilder:
         sequences = [b for b, _ in at]
         index = [trees[b].expanded.index(node) for b, node in at]
         paths = [trees[b].paths[node] for b, node in at]
-        probs, children = batch.draft_sampler.noise_coupled_topk(
-            logits[sequences, index], sequences, paths, CHILDREN, tokens
+        children = top_candidates(
+            batch, logits[sequences, index], sequences, paths, CHILDREN, tokens
         )
-        found = torch.stack([probs, children.to(probs)], 1).tolist()
-        for (b, node), values in zip(at, found, strict=True):
-            trees[b].add(node, *values)
+        for (b, node), (probs, ids) in zip(at, children, strict=True):
+            trees[b].add(node, probs, ids)
 
     # ------------------------------------------------------------------------ how deep it pays
 
@@ -137,14 +136,14 @@ class PartialTree:
         self.expanded, self.expanded_parents = [0], [-1]
         self._max_depth = max_depth
 
-    def add(self, node: int, probs: Sequence[float], tokens: Sequence[float]) -> None:
+    def add(self, node: int, probs: Sequence[float], tokens: Sequence[int]) -> None:
         """Children of a node."""
         for prob, token in zip(probs, tokens, strict=True):
             if self.confidence[node] * prob >= MIN_CONFIDENCE:
-                self.tokens.append(int(token))
+                self.tokens.append(token)
                 self.parents.append(node)
                 self.confidence.append(self.confidence[node] * prob)
-                self.paths.append((*self.paths[node], int(token)))
+                self.paths.append((*self.paths[node], token))
 
     def best_leaves(self, count: int) -> list[int]:
         """The most confident nodes that can have children and have none."""
@@ -161,6 +160,24 @@ class PartialTree:
         self.expanded_parents += [self.expanded.index(self.parents[n]) for n in self.frontier]
         self.expanded_parents += padding
         self.expanded += self.frontier + padding
+
+
+def top_candidates(
+    batch: Batch,
+    logits: Tensor,
+    sequences: Sequence[int],
+    paths: Sequence[tuple[int, ...]],
+    count: int,
+    tokens: Tensor | None,
+) -> list[tuple[list[float], list[int]]]:
+    """The `count` best next tokens of each node and their probabilities: see
+    DraftSampler.noise_coupled_topk. Reads back once."""
+    probs, children = batch.draft_sampler.noise_coupled_topk(
+        logits, sequences, paths, count, tokens
+    )
+    # In float64, which holds every token id exactly.
+    pairs = torch.stack([probs.double(), children.double()], 1).tolist()
+    return [(own, [int(token) for token in ids]) for own, ids in pairs]
 
 
 def sampled_chain(

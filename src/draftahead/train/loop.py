@@ -92,7 +92,8 @@ class TrainLoop:
                 find_unused_parameters=True,  # such as experts of a MoE draft model
                 broadcast_buffers=False,
             )
-        self.averaged = AveragedModel(task.module, multi_avg_fn=self._average)
+        self._trained = nn.ParameterList(self.weights)  # frozen weights need no average
+        self.averaged = AveragedModel(self._trained, multi_avg_fn=self._average)
         self.averaged.n_averaged += 1  # the initial weights count as one of them
         self.history = History()
         self.step, self.best, self.since_best = 0, 0.0, 0
@@ -148,7 +149,7 @@ class TrainLoop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        self.averaged.update_parameters(self.task.module)
+        self.averaged.update_parameters(self._trained)
         mean: Tensor = reduce(total, "mean")
         return mean + 0.0 * norm
 
@@ -200,7 +201,7 @@ class TrainLoop:
     def _swap_averaged(self) -> None:
         """The task's module gets the averaged weights, or its own back."""
         averaged = self.averaged.module.parameters()
-        for weight, average in zip(self.task.module.parameters(), averaged, strict=True):
+        for weight, average in zip(self.weights, averaged, strict=True):
             weight.data, average.data = average.data, weight.data
 
     # ----------------------------------------------------------------------------- checkpoints

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from draftahead.core.draft import DeviceDraft, Draft
+from draftahead.core.draft import CONFIDENCE_SCALE, DeviceDraft, Draft
 from draftahead.drafters.eagle.tree_size import REMEASURE_EVERY, TreeSize
+from eagle_heads import eagle_llm
 
 CONFIDENCE = [0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1] + [0.01] * 99
 
@@ -36,6 +38,17 @@ def note(tree_size: TreeSize, batch_size: int, size: int) -> None:
     tokens, parents = [[0] * size] * batch_size, [[-1, *[0] * (size - 1)]] * batch_size
     confidence = [CONFIDENCE[: size - 1]] * batch_size
     tree_size.note(launched, Draft(tokens, parents, [size] * batch_size, confidence))
+
+
+def test_sizes_are_learnt_from_trees_as_they_were_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the target takes host drafts only, of which the policy cuts some nodes."""
+    _, _, drafter = eagle_llm(monkeypatch, kernels=False)
+    confidence = [int(CONFIDENCE_SCALE * value) for value in (1.0, *CONFIDENCE[:31])]
+    trees = torch.tensor([[[5] * 32, [-1] + [0] * 31, confidence]])
+    drafter._launched = launched = DeviceDraft.of_trees([5], trees, Timer())
+    whole, _ = launched.read(launched.token_tensor[:, :0])
+    drafter.learn(*[None, whole.part([[0, 1, 2]]), None, None])  # type: ignore[arg-type]
+    assert drafter.tree_size.choose(batch_of(1)) == 8
 
 
 def test_size_with_the_most_tokens_per_second_is_chosen_for_each_batch_size() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from draftahead.drafters.candidates import MIN_CONFIDENCE
 from draftahead.drafters.suffix.automaton import (
+    MAX_COUNTED,
     AutomatonCursor,
     Match,
     MatchRates,
@@ -60,6 +61,12 @@ def test_followers_are_counted_as_they_occurred(tokens: list[int]) -> None:
             assert share == pytest.approx(after.count(token) / len(after))
             # A state holds all strings that end at the same places.
             assert text.count[then] == len(occurrences(tokens, [*end, token]))
+
+
+def test_shares_are_probabilities_where_counts_are_incomplete() -> None:
+    text = automaton([7] * (3 * MAX_COUNTED))
+    for state, _ in [*text.repeated_suffixes(), (1, 1)]:
+        assert all(share <= 1 for _, _, share in followers(text, state, is_end=True))
 
 
 @given(tokens=texts, max_nodes=st.integers(1, 12), max_depth=st.integers(1, 6))

@@ -20,7 +20,7 @@ from draftahead.backends.cpu.threads import one_thread
 from draftahead.core import tree as trees
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, Verdict
-from draftahead.drafters.base import DeviceDrafter, DrafterContext, positive
+from draftahead.drafters.base import DeviceDrafter, DrafterContext, as_built, positive
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.cpu_trees import CpuTreeBuilder
 from draftahead.drafters.eagle.cuda import TreePlan
@@ -146,7 +146,7 @@ class Eagle(DeviceDrafter):
         return TreePlan(self.count, 1, 1, 1 + self.count, False) if all_greedy else None
 
     def observe(self, launched: DeviceDraft, draft: Draft) -> None:
-        self.tree_size.note(launched, draft)
+        self.tree_size.note(launched, as_built(launched, draft))
 
     def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
         launched, self._launched = self._launched, None

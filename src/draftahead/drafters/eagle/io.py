@@ -122,6 +122,7 @@ def _depths(stated: dict[str, Any], num_layers: int) -> tuple[int, ...]:
         ids = (stated.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
         if [*ids][:1] == [1]:  # these are indices of layers: the output of layer 1 is depth 2
             ids = [layer + 1 for layer in ids]
+    # Other servers also concatenate them in the order of the layers, whatever that of the list.
     return tuple(sorted(ids or (2, num_layers // 2, num_layers - 3)))
 
 

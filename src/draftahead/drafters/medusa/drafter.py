@@ -35,7 +35,7 @@ from draftahead.drafters.medusa.tree import (
     validated_paths,
 )
 from draftahead.drafters.registry import register
-from draftahead.drafters.tree_builder import sampled_chain
+from draftahead.drafters.tree_builder import sampled_chain, top_candidates
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
@@ -103,7 +103,7 @@ class Medusa(Drafter):
         entries = small_tensor(before_root, torch.int64, self._slots.device)
         slots = self._slots[: len(before_root)]
         hidden = self.target.hidden_states(self._depths, slots, entries)[:, 0, 0]
-        with self._linears:
+        with self._linears.patched():
             return self.heads.logits(hidden, self.lm_head)[..., : self.target.vocab_size]
 
     def _build_trees(self, batch: Batch, logits: Tensor, max_depths: Sequence[int]) -> Draft | None:
@@ -111,7 +111,7 @@ class Medusa(Drafter):
         for heads in self._candidates(batch, logits, max_depths):
             nodes = self._tree([probs for probs, _ in heads])
             tokens = [heads[len(node.path) - 1][1][node.path[-1]] for node in nodes]
-            trees.append([(int(t), node.parent) for t, node in zip(tokens, nodes, strict=True)])
+            trees.append([(t, node.parent) for t, node in zip(tokens, nodes, strict=True)])
             confidence.append([node.confidence for node in nodes])
         if not any(trees):
             return None
@@ -124,7 +124,7 @@ class Medusa(Drafter):
 
     def _candidates(
         self, batch: Batch, logits: Tensor, max_depths: Sequence[int]
-    ) -> list[list[list[list[float]]]]:
+    ) -> list[list[tuple[list[float], list[int]]]]:
         """For each sequence and each head up to its depth: the probabilities of the best
         candidates, and their tokens. Reads back once."""
         num_heads = [min(len(self.heads), max_depth) for max_depth in max_depths]
@@ -132,10 +132,16 @@ class Medusa(Drafter):
         sequences, heads = [b for b, _ in at], [head for _, head in at]
         chains = self._assumed_chains(batch, logits)
         paths = [tuple(chains[b][:head]) for b, head in at]
-        probs, tokens = batch.draft_sampler.noise_coupled_topk(
-            logits[sequences, heads], sequences, paths, self.num_candidates, self.heads.tokens
+        found = iter(
+            top_candidates(
+                batch,
+                logits[sequences, heads],
+                sequences,
+                paths,
+                self.num_candidates,
+                self.heads.tokens,
+            )
         )
-        found = iter(torch.stack([probs, tokens.to(probs)], 1).tolist())
         return [list(itertools.islice(found, count)) for count in num_heads]
 
     def _assumed_chains(self, batch: Batch, logits: Tensor) -> list[list[int]]:

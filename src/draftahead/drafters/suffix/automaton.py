@@ -179,7 +179,8 @@ def followers(
         state, is_end = automaton.link[state], True
     total = max(1, automaton.count[state] - is_end)
     found = [
-        (token, then, automaton.count[then] / total)
+        # MAX_COUNTED leaves the counts of short strings too low: a follower may have a higher one.
+        (token, then, min(1.0, automaton.count[then] / total))
         for token, then in automaton.next[state].items()
         if token != SEPARATOR
     ]
