@@ -184,7 +184,7 @@ class EmulatedGpu(Device):
 
     def renew(self) -> None: ...
 
-    def refusing_to_wait(self) -> AbstractContextManager[None]:
+    def forbid_sync(self) -> AbstractContextManager[None]:
         return self._refusing(WaitRefusing())
 
     def capture(self, body: Callable[[], Any]) -> EmulatedGraph:

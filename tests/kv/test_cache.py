@@ -307,6 +307,35 @@ def test_a_cleared_slot_is_zero_from_end_to_end() -> None:
         assert torch.equal(found[:, [0, 2]], old[:, [0, 2]])
 
 
+WHOLE_SLOTS: dict[str, tuple[Callable[[KVCache], object], set[int]]] = {
+    "a swap": (lambda cache: cache.swap_slots(0, 1), {0, 1}),
+    "a copy": (lambda cache: cache.copy_slot(0, 1), {1}),
+    "a slot cleared": (lambda cache: cache.clear_slot(1), {1}),
+}
+
+
+@pytest.mark.parametrize("change", WHOLE_SLOTS)
+def test_slots_whose_change_is_interrupted_hold_no_tokens(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of their tensors are changed and others are not: no prefix of them may be reused."""
+
+    class Interrupting:
+        def __getitem__(self, _: object) -> Tensor:
+            raise KeyboardInterrupt
+
+        def __setitem__(self, _: object, __: object) -> None:
+            raise KeyboardInterrupt
+
+    cache = filled((4, 6, 2))
+    run, changed = WHOLE_SLOTS[change]
+    tensors = [cache.tensors()[0], Interrupting()]
+    monkeypatch.setattr(cache, "tensors", lambda: tensors)
+    with pytest.raises(KeyboardInterrupt):
+        run(cache)
+    assert [not tokens for tokens in cache.tokens_in] == [slot in changed for slot in range(3)]
+
+
 def test_slot_owners_bring_a_sequences_entries_to_its_slot() -> None:
     """A sequence keeps what is held for it, wherever it goes in the batch."""
     cache = filled((4, 6, 2))

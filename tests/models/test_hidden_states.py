@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from draftahead.backends.fingerprint import is_patched
+from draftahead.backends.modules import is_patched
 from draftahead.errors import ConfigError
 from draftahead.models.layer_subset import captured_hidden
 from draftahead.models.runner import ModelRunner

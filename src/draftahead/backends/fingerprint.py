@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from draftahead.backends.modules import is_patched
+
 
 class WeightFingerprint:
     """The modules of a model, their tensors and those tensors' addresses, at one moment.
@@ -38,8 +40,3 @@ class WeightFingerprint:
 def _same_members(live: dict[str, Any], copied: dict[str, Any]) -> bool:
     """The same objects under the same names: tensors are compared by identity, not by value."""
     return len(live) == len(copied) and all(live.get(name) is one for name, one in copied.items())
-
-
-def is_patched(module: Any) -> bool:
-    """Whether a module has hooks or a forward of its own: our kernels would leave them out."""
-    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)

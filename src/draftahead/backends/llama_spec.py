@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError, require
-from draftahead.backends.fingerprint import is_patched
+from draftahead.backends.modules import is_patched
 from draftahead.kv.cache import KVCache
 
 # The type must be known too: a model with the same modules may differ at positions that the

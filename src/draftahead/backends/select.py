@@ -16,8 +16,8 @@ from draftahead.backends.base import Backend, UnsupportedSpecError, require
 from draftahead.backends.cpu.decoder import CpuDecoder
 from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.hf_graph import Forward, GraphedForward
-from draftahead.backends.fingerprint import is_patched
 from draftahead.backends.llama_spec import llama_spec_of
+from draftahead.backends.modules import is_patched
 from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 

@@ -7,6 +7,7 @@ put an emulated GPU in the place of a real one (`FACTORIES`).
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ class Event(Protocol):
 
 
 class Captured(Protocol):
-    """Work of a device that was captured as a graph."""
+    """A captured CUDA graph."""
 
     output: Any  # what the captured function returned: every replay writes there again
 
@@ -45,21 +46,21 @@ class Captured(Protocol):
 
 
 class GraphMemory(Protocol):
-    """Where graphs are captured: they share memory, for no two of them run at the same time."""
+    """Captures graphs into one memory pool: no two of them run at the same time."""
 
     def capture(self, body: Callable[[], Any]) -> Captured:
         """Runs `body`, which must not wait for the device, and returns it as a graph."""
         ...
 
     def renew(self) -> None:
-        """To be called when the last graph was dropped: its memory went with it."""
+        """Starts a new memory pool, after all graphs of the old one were dropped."""
 
 
 class Device:
     """A device without CUDA graphs, such as a CPU."""
 
     is_gpu = False
-    # What capturing raises where something cannot be captured; anything else is a fault of ours.
+    # What a failed capture or kernel launch raises; anything else is a bug of ours.
     capture_errors: tuple[type[Exception], ...] = (RuntimeError,)
 
     def __init__(self, device: torch.device) -> None:
@@ -69,8 +70,11 @@ class Device:
     def is_cpu(self) -> bool:
         return self.device.type == "cpu"
 
-    def active(self) -> AbstractContextManager[Any]:
-        """Within, it is the current device."""
+    def load_triton(self) -> None:
+        """Loads Triton's driver, for which it compiles C. Raises anything where that fails."""
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """While entered, it is the current device."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -94,8 +98,8 @@ class Device:
         """Records an event in the stream that the device works on."""
         raise NotImplementedError(f"{self.device} has no events")
 
-    def refusing_to_wait(self) -> AbstractContextManager[None]:
-        """Within, what waits for the device raises a RuntimeError."""
+    def forbid_sync(self) -> AbstractContextManager[None]:
+        """While entered, an operation that waits for the device raises a RuntimeError."""
         return nullcontext()
 
     def graph_memory(self) -> GraphMemory:
@@ -106,7 +110,7 @@ class Device:
         return None
 
     def free_memory(self) -> int | None:
-        """Bytes, or None where the system does not tell."""
+        """Bytes free on the device, or None if unknown."""
         return int(psutil.virtual_memory().available) if self.is_cpu else None
 
     def peak_memory(self) -> int | None:
@@ -114,7 +118,7 @@ class Device:
         return None
 
     def delay(self) -> None:
-        """Keeps the device busy for about a millisecond."""
+        """Keeps the device busy for about a millisecond, for tests."""
 
 
 class CudaDevice(Device):
@@ -122,13 +126,20 @@ class CudaDevice(Device):
 
     @property
     def capture_errors(self) -> tuple[type[Exception], ...]:  # type: ignore[override]
-        """CUDA's and torch's are RuntimeErrors; Triton's, for its kernels, are not."""
+        """CUDA and torch raise RuntimeErrors; Triton its own, and those of running ptxas, writing
+        its cache and loading what it compiled."""
         triton = sys.modules.get("triton.errors")
-        return (RuntimeError,) if triton is None else (RuntimeError, triton.TritonError)
+        kernels = () if triton is None else (triton.TritonError,)
+        return (RuntimeError, OSError, ImportError, subprocess.SubprocessError, *kernels)
 
-    def active(self) -> AbstractContextManager[Any]:
+    def load_triton(self) -> None:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+
+    def as_current(self) -> AbstractContextManager[Any]:
         if self.device.index in (None, torch.cuda.current_device()):
-            return nullcontext()  # to ask costs less than to set
+            return nullcontext()  # checking takes less time than switching
         return torch.cuda.device(self.device)
 
     def synchronize(self) -> None:
@@ -150,7 +161,7 @@ class CudaDevice(Device):
         event.record(torch.cuda.current_stream(self.device))
 
     @contextmanager
-    def refusing_to_wait(self) -> Iterator[None]:
+    def forbid_sync(self) -> Iterator[None]:
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*prototype feature")
@@ -179,7 +190,8 @@ class CudaDevice(Device):
         torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
 
 
-_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator may still ask them, so they stay
+# Kept alive: the caching allocator may still refer to a graph whose capture failed.
+_FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaGraphMemory:
@@ -197,7 +209,7 @@ class CudaGraphMemory:
 
     def capture(self, body: Callable[[], Any]) -> Captured:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # a graph or host memory that dies meanwhile would spoil the capture
+        gc.disable()  # freeing a graph or pinned memory during the capture would abort it
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -252,7 +264,6 @@ def last_of(values: Tensor, rows: Sequence[list[int]]) -> Tensor:
 
 
 def gpu_count() -> int:
-    """GPUs that are there."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

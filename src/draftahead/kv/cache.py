@@ -173,36 +173,43 @@ class KVCache:
 
     # ------------------------------------------------------------------------------ whole slots
 
+    # Each forgets the slots' tokens first: if it is interrupted, their contents are unknown.
+
     def copy_slot(self, source: int, to: int) -> None:
         """Slot `to` holds what slot `source` holds."""
         if source == to:
             return
+        self.flush()
         self.version += 1
-        held = len(self.tokens_in[source])
+        tokens, self.tokens_in[to] = list(self.tokens_in[source]), []
         for stored in self.tensors():
-            stored[:, to, :, :held] = stored[:, source, :, :held]
-        self.tokens_in[to] = list(self.tokens_in[source])
+            stored[:, to, :, : len(tokens)] = stored[:, source, :, : len(tokens)]
+        self.tokens_in[to] = tokens
         self.long_rope[to] = self.long_rope[source]
 
     def clear_slot(self, slot: int) -> None:
         """Zeros a slot whose entries may not be finite: no NaN may stay behind a mask."""
+        self.flush()
         self.version += 1
+        self.tokens_in[slot].clear()
         for stored in self.tensors():
             stored[:, slot] = 0
-        self.tokens_in[slot].clear()
 
     def swap_slots(self, one: int, other: int) -> None:
         if one == other:
             return
+        self.flush()
         self.version += 1
-        held = max(len(self.tokens_in[one]), len(self.tokens_in[other]))
-        for stored in self.tensors():
-            copy = stored[:, one, :, :held].clone()
-            stored[:, one, :, :held] = stored[:, other, :, :held]
-            stored[:, other, :, :held] = copy
         tokens, rope = self.tokens_in, self.long_rope
-        tokens[one], tokens[other] = tokens[other], tokens[one]
+        swapped = tokens[other], tokens[one]
+        tokens[one], tokens[other] = [], []
+        length = max(map(len, swapped))
+        for stored in self.tensors():
+            copy = stored[:, one, :, :length].clone()
+            stored[:, one, :, :length] = stored[:, other, :, :length]
+            stored[:, other, :, :length] = copy
         rope[one], rope[other] = rope[other], rope[one]
+        tokens[one], tokens[other] = swapped
 
 
 def compact(tensors: Sequence[Tensor], slots: Tensor, to: Tensor, source: Tensor) -> None:

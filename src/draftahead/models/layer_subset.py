@@ -7,7 +7,7 @@ shift each layer's index, and with it its kind of attention and its place in the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from draftahead.backends.base import Backend
 from draftahead.backends.cpu.decoder import CpuDecoder
 from draftahead.backends.cpu.linear import Int8Linear, output_subset
+from draftahead.backends.modules import layers_of, patched_forwards
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
@@ -81,25 +82,15 @@ class LayerSubset:
 
     # ------------------------------------------------------------------ the model's own forward
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def patched(self) -> AbstractContextManager[None]:
         """While entered, the model's forward runs this subset."""
         self._extra = None
-        forwards = [
+        forwards: list[tuple[Any, Callable[..., Any]]] = [
             (layer, partial(self._run, i, layer.forward)) for i, layer in enumerate(self._stack)
         ]
         if self.head is not None:
             forwards.append((self._whole_head, self.head))
-        before = [module.__dict__.get("forward") for module, _ in forwards]
-        try:
-            for module, forward in forwards:
-                module.__dict__["forward"] = forward
-            yield
-        finally:
-            for (module, _), forward in zip(forwards, before, strict=True):
-                module.__dict__.pop("forward", None)
-                if forward is not None:
-                    module.__dict__["forward"] = forward
+        return patched_forwards(forwards)
 
     def _run(self, index: int, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
         hidden = args[0] if args else options["hidden_states"]
@@ -135,11 +126,3 @@ def captured_hidden(model: Any, depths: Sequence[int]) -> Iterator[dict[int, Ten
 
 def _num_weights(module: Any) -> int:
     return sum(tensor.numel() for tensor in [*module.parameters(), *module.buffers()])
-
-
-def layers_of(model: Any) -> list[Any]:
-    count = int(text_config(model).num_hidden_layers)
-    for module in model.modules():  # the outermost first
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return list(module)
-    raise ConfigError(f"{type(model).__name__} has no list of {count} layers to take some of")

@@ -205,7 +205,7 @@ class ModelRunner:
         if not self.uses_interface:
             mask = attention.additive(mask, self.model.dtype)
         extra = {} if with_logits or not self._keeps_last else {"logits_to_keep": 1}
-        subset = layers.in_place() if layers else nullcontext()
+        subset = layers.patched() if layers else nullcontext()
         capture = captured_hidden(self.model, depths)
         with self._our_attention(attention_name), subset, capture as hidden:
             output = self.model(
@@ -229,7 +229,7 @@ class ModelRunner:
         try:
             for config in self._configs:
                 config._attn_implementation_internal = name
-            with self._linears:
+            with self._linears.patched():
                 yield
         finally:
             for config, name in zip(self._configs, before, strict=True):

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from draftahead.backends.modules import layers_of
 from draftahead.errors import ConfigError
 from draftahead.loader.progress import quiet_transformers
-from draftahead.models.layer_subset import layers_of
 from draftahead.models.support import text_config
 from draftahead.train.batches import TrainBatch
 from draftahead.train.task import NextTokenTask

@@ -14,6 +14,7 @@ from draftahead.models.runner import ModelRunner
 from drafted import ALL, KnowsOutput
 from emulated_gpu import emulated_gpu
 from graph_checks import assert_same_entries, eager
+from llama_shaped import llama_shaped, runner_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=32, seed=3)
@@ -30,6 +31,23 @@ def backend_of(runner: ModelRunner) -> GraphedForward:
 
 
 # ----------------------------------------------------------------------------- whole outputs
+
+
+def test_a_triton_that_does_not_load_leaves_the_models_own_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton compiles C for its driver, which fails in many ways."""
+    pytest.importorskip("triton")
+
+    def fails(_: Any) -> None:
+        raise AssertionError("libcuda.so cannot found!")
+
+    monkeypatch.setattr("draftahead.core.device.Device.load_triton", fails)
+    model = llama_shaped("qwen3").bfloat16()
+    with emulated_gpu(), pytest.warns(UserWarning, match="libcuda.*our GPU kernels are not used"):
+        runner = runner_of(model)
+        choice = runner.backend_choice
+    assert choice.name == "cuda graphs" and "libcuda" in choice.reason
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be captured")  # experts that count on the host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -172,7 +173,7 @@ def test_forgotten_graphs_are_captured_again(gpu: EmulatedGpu) -> None:
 def test_a_body_that_waits_for_the_device_is_not_captured(
     waits: Any, inference: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It runs eagerly from then on, and that is said once."""
+    """It runs eagerly from then on, with one warning."""
     graphs = GraphPool(CPU, "a model")
     with (
         torch.inference_mode(inference),
@@ -181,8 +182,19 @@ def test_a_body_that_waits_for_the_device_is_not_captured(
     ):
         assert run(graphs, lambda inputs: (waits(inputs.parts[0]),)) is None
     assert not graphs.works and len(graphs) == 0
-    (record,) = [record for record in caplog.records if record.name == "draftahead"]
-    assert "which is slower" in record.message
+    assert not caplog.records  # a warning, and no traceback beside it
+
+
+def test_graphs_are_not_dropped_while_the_device_may_run_them(
+    gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, renewed = GraphPool(CPU, "it"), []
+    monkeypatch.setattr(EmulatedGpu, "renew", renewed.append)
+    run(graphs, doubled)
+    waits = gpu.waits
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        assert run(graphs, lambda inputs: inputs.parts[0].item(), key="other") is None
+    assert gpu.waits == waits + 1 and renewed == [gpu]
 
 
 @pytest.mark.parametrize("fault", [TypeError, ValueError, AssertionError, KeyError])
@@ -212,7 +224,7 @@ def test_kernels_that_do_not_compile_are_not_captured(monkeypatch: pytest.Monkey
     errors.TritonError = TritonError  # type: ignore[attr-defined]
     real = CudaDevice(torch.device("cuda"))
     monkeypatch.delitem(sys.modules, "triton.errors", raising=False)
-    assert real.capture_errors == (RuntimeError,)
+    assert not issubclass(TritonError, real.capture_errors)
     monkeypatch.setitem(sys.modules, "triton.errors", errors)
     monkeypatch.setattr(EmulatedGpu, "capture_errors", real.capture_errors)
     graphs = GraphPool(CPU, "it")
@@ -222,4 +234,27 @@ def test_kernels_that_do_not_compile_are_not_captured(monkeypatch: pytest.Monkey
 
     with pytest.warns(UserWarning, match="shared memory"):
         assert run(graphs, uncompiled) is None
+    assert not graphs.works
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        PermissionError("~/.triton"),
+        subprocess.CalledProcessError(1, "ptxas"),
+        ImportError("undefined symbol"),
+    ],
+)
+def test_kernels_that_cannot_be_built_or_loaded_are_not_captured(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = CudaDevice(torch.device("cuda"))
+    monkeypatch.setattr(EmulatedGpu, "capture_errors", real.capture_errors)
+    graphs = GraphPool(CPU, "it")
+
+    def failing(_: Any) -> Any:
+        raise failure
+
+    with pytest.warns(UserWarning, match="run eagerly"):
+        assert run(graphs, failing) is None
     assert not graphs.works

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from draftahead.backends.cpu import abi, build
 from draftahead.backends.cpu.abi import CHUNK, PANEL
 from draftahead.backends.cpu.threads import num_threads
+from draftahead.backends.modules import patched_forwards
 from draftahead.core.device import device_of
 from draftahead.errors import ConfigError
 
@@ -177,29 +179,20 @@ def output_subset(layer: Any, outputs: Tensor) -> Any:
 
 
 class SmallBatchLinears:
-    """While entered, the float32 linear layers of a module run by our kernels where they are faster
-    than torch. Each layer's `forward` is patched on entry and restored on exit: outside, the module
-    is as it was."""
+    """Runs a module's float32 linear layers by our kernels where they are faster than torch."""
 
     def __init__(self, module: Any) -> None:
         linears = [m for m in module.modules() if type(m) is nn.Linear and is_supported(m)]
+        if build.library() is None:
+            linears = []
         self.enabled = True
-        self._forwards = [
-            (linear, _small_batch_forward(linear))
-            for linear in (linears if build.library() is not None else [])
-        ]
+        self._forwards = [(linear, _small_batch_forward(linear)) for linear in linears]
 
-    def __enter__(self) -> None:
+    def patched(self) -> AbstractContextManager[None]:
+        """While entered, the layers run by our kernels, except those that the user has patched."""
         if not self.enabled:
-            return
-        for linear, forward in self._forwards:
-            # Not by setattr, which nn.Module makes slow. A forward that the user patched stays.
-            linear.__dict__.setdefault("forward", forward)
-
-    def __exit__(self, *_: object) -> None:
-        for linear, forward in self._forwards:
-            if linear.__dict__.get("forward") is forward:
-                del linear.__dict__["forward"]
+            return nullcontext()
+        return patched_forwards([pair for pair in self._forwards if "forward" not in vars(pair[0])])
 
 
 def _small_batch_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:

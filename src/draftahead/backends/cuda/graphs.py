@@ -125,9 +125,9 @@ class CapturedGraph:
         if self._graph is None:
             with CompileTime.counted():
                 self._forward()  # compiles kernels and makes workspaces, which capture must not
-                # What waits for the device cannot be captured, and a capture that fails leaves
-                # torch's allocators in disorder. So it is found out before.
-                with self._device.refusing_to_wait():
+                # A capture that fails leaves torch's allocators in disorder, so a body that waits
+                # for the device, which cannot be captured, is detected before.
+                with self._device.forbid_sync():
                     self._forward()
                 self._device.synchronize()
                 self._graph = self._memory.capture(self._forward)
@@ -195,7 +195,7 @@ class GraphPool:
         written by `write` each time. None, and a warning, where `body` cannot be captured or its
         kernels not be compiled. `once`: the body must not run twice on the same inputs; it does
         nothing on zeros."""
-        with self._device.active():
+        with self._device.as_current():
             graph = self._free_graph(key, body, make)
             if once:
                 graph.inputs.words[:] = 0
@@ -211,15 +211,15 @@ class GraphPool:
             return graph.run(timer)
 
     def _give_up(self, failure: Exception) -> None:
-        """From now on forwards run eagerly. Said once: afterwards `works` is False."""
+        """Drops all graphs and disables the pool, with one warning."""
         self.works = False
-        self._graphs.clear()
+        self.forget()
         reason = str(failure).strip().splitlines() or [type(failure).__name__]
         message = (
             f"forwards of {self._owner} cannot be captured as a CUDA graph, so they run eagerly, "
             f"which is slower: {reason[0]}"
         )
-        logger.warning(message, exc_info=failure)
+        logger.debug("capture failed", exc_info=failure)
         warnings.warn(message, stacklevel=3)
 
     def _free_graph(self, key: Hashable, body: Body, make: Callable[[], Any]) -> CapturedGraph:
@@ -240,7 +240,7 @@ class GraphPool:
         return graph
 
     def forget(self) -> None:
-        """Drops all graphs: what they captured is not what a forward is from now on."""
+        """Drops all graphs, after what they captured has changed."""
         if self._graphs:
             self._device.synchronize()
             self._graphs.clear()

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from draftahead.backends.base import CacheSlice, DeviceTree, UnsupportedSpecError
 from draftahead.backends.cuda.graphs import GraphPool, Inputs, NodeInputs
 from draftahead.backends.cuda.layers import power_of_two
+from draftahead.backends.modules import layers_of, patched_forwards
 from draftahead.core.types import ForwardOutput
+from draftahead.errors import ConfigError
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache
 
@@ -86,7 +88,7 @@ class GraphedForward:
         view = CacheView(self._cache, first_slot, entries, kv_len, num_context_tokens)
         if self._layers is None:
             return (self._forward(inputs.tokens, positions, mask, view, True),)
-        with self._layers.in_place():
+        with self._layers.patched():
             return (self._forward(inputs.tokens, positions, mask, view, True),)
 
 
@@ -147,25 +149,20 @@ class CompiledLayers:
     """The decoder layers of a model, one compiled function for all of them."""
 
     def __init__(self, model: Any) -> None:
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-        layers = max(lists, key=len, default=None)
-        if layers is None or any("past_key_values" in vars(layer) for layer in layers):
-            raise UnsupportedSpecError("the model has no list of layers to compile")
-        self._layers = list(layers)
+        try:
+            layers = layers_of(model)
+        except ConfigError as unknown:
+            raise UnsupportedSpecError(str(unknown)) from unknown
+        self._forwards = [(layer, partial(self._run, i, layer)) for i, layer in enumerate(layers)]
         # The compiler counts shapes by code object: so each model has its own.
         code = _call.__code__.replace(co_name=f"{type(model).__name__}_{id(self)}")
         self._compiled = torch.compile(FunctionType(code, globals()), dynamic=False)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        try:
-            for index, layer in enumerate(self._layers):
-                layer.__dict__["forward"] = partial(self._run, index, layer)
-            with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_SHAPES):
-                yield
-        finally:
-            for layer in self._layers:
-                del layer.__dict__["forward"]
+    def patched(self) -> Iterator[None]:
+        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED_SHAPES)
+        with patched_forwards(self._forwards), limit:
+            yield
 
     def _run(self, index: int, layer: nn.Module, *args: Any, **options: Any) -> Any:
         # Its own layer of the cache: with all of it, the layer's index would be compiled in.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -71,15 +72,18 @@ class CudaLayers:
 
     def __init__(self, spec: LlamaSpec, cache: KVCache, cos_sin: tuple[Tensor, Tensor]) -> None:
         """`cos_sin`: [entries, head_dim] each."""
-        try:
-            from draftahead.backends.cuda import kernels
-        except Exception as problem:  # not installed, or not for this machine
-            raise UnsupportedSpecError(
-                f"Triton does not load: {problem}", faster="install triton"
-            ) from problem
-        self.kernels, self.spec, self.cache = kernels, spec, cache
+        self.spec, self.cache = spec, cache
         self.device, self.dtype = cache.keys[0].device, cache.keys[0].dtype
         self._require_supported()
+        try:
+            from draftahead.backends.cuda import kernels
+
+            device_of(self.device).load_triton()
+        except Exception as problem:  # not installed, without a C compiler, Python.h or libcuda
+            message = f"Triton does not load: {problem}"
+            warnings.warn(f"{message}; our GPU kernels are not used", stacklevel=2)
+            raise UnsupportedSpecError(message, faster="repair Triton") from problem
+        self.kernels = kernels
         self._shared_memory = MAX_SHARED_MEMORY
         if (available := device_of(self.device).shared_memory()) is not None:
             self._shared_memory = min(MAX_SHARED_MEMORY, available - 8 * 1024)
