@@ -108,7 +108,7 @@ def other(target: Any) -> Any:
 
 def random_heads(target: Any, count: int = 3, tokens: torch.Tensor | None = None) -> MedusaHeads:
     """Untrained Medusa heads that share the target's own output layer."""
-    heads = MedusaHeads(target.config.get_text_config().hidden_size, count, tokens=tokens)
+    heads = MedusaHeads(target.config.get_text_config().hidden_size, count, draft_to_target=tokens)
     generator = torch.Generator().manual_seed(count)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -119,7 +119,7 @@ def random_heads(target: Any, count: int = 3, tokens: torch.Tensor | None = None
 def random_head(target: Any) -> EagleHead:
     """An untrained EAGLE head with half of the vocabulary."""
     torch.manual_seed(5)
-    return new_head(target, torch.arange(0, zoo.VOCABULARY, 2), depths=(1, 2)).to(target.dtype)
+    return new_head(target, torch.arange(0, zoo.VOCABULARY, 2), aux_layers=(1, 2)).to(target.dtype)
 
 
 # How each registered drafter is made for a tiny target. A new one must be added here.
@@ -211,7 +211,7 @@ def next_batch(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Ba
         add_request(llm, prompt, params)
     batch = llm.engine.scheduler.schedule()
     assert batch is not None
-    return dataclasses.replace(llm.engine._with_drafting(batch), step_cost=None)
+    return dataclasses.replace(llm.engine._with_sampler_and_costs(batch), step_cost=None)
 
 
 def proposed_tree(llm: LLM, prompt: list[int], params: SamplingParams) -> Draft:

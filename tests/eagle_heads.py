@@ -17,7 +17,7 @@ from draftahead.drafters.eagle.drafter import Eagle
 from draftahead.drafters.eagle.head import EagleConfig, EagleHead, new_head
 from draftahead.drafters.rms_norm import RMSNorm
 
-DEPTHS = (1, 3)
+AUX_LAYERS = (1, 3)
 DRAFT_TOKENS = torch.arange(1, zoo.VOCABULARY, 2)
 LAYER = {
     "model_type": "llama",
@@ -36,10 +36,12 @@ LAYER = {
 def exact_head(**options: Any) -> EagleHead:
     """A head whose weights bfloat16 holds exactly, so that files change nothing."""
     layer = LlamaConfig(**LAYER, tie_word_embeddings=False)
-    config = EagleConfig(layer, draft_vocabulary=len(DRAFT_TOKENS), depths=DEPTHS, **options)
+    config = EagleConfig(
+        layer, draft_vocab_size=len(DRAFT_TOKENS), aux_layers=AUX_LAYERS, **options
+    )
     head, generator = EagleHead(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        head.tokens.copy_(DRAFT_TOKENS)
+        head.draft_to_target.copy_(DRAFT_TOKENS)
         for weight in head.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_((0.2 * noise + (weight.ndim == 1)).bfloat16())
@@ -90,11 +92,11 @@ def eagle_llm(
         monkeypatch.setattr("draftahead.drafters.eagle.runner.cpu_eagle_head", lambda *_: None)
     model = small_llama()
     torch.manual_seed(1)
-    head = new_head(model, torch.arange(0, zoo.VOCABULARY, 2), depths=(1, 2), layers=2)
+    head = new_head(model, torch.arange(0, zoo.VOCABULARY, 2), aux_layers=(1, 2), num_layers=2)
     for name, value in flags.items():
         setattr(head.config, name, value)
     head.layers[0]._norms_residual = head.config.norm_before_residual  # read once, when built
-    if head.config.norm_before_fuse:
+    if head.config.norm_before_fc:
         head.input_norm = RMSNorm(2 * 64, 1e-6)
     with torch.no_grad():
         for weight in head.parameters():

@@ -26,13 +26,13 @@ def untrained_head(model: Any, kind: str) -> EagleHead:
     tokens = torch.arange(0, model.config.vocab_size, 2)
     layers = int(model.config.num_hidden_layers)
     depths = (1, min(2, layers), layers)
-    head = new_head(model, tokens, depths=depths, layers=2 if kind == "two layers" else 1)
+    head = new_head(model, tokens, aux_layers=depths, num_layers=2 if kind == "two layers" else 1)
     if kind == "one norm":
         c = head.config
-        c.norm_each, c.norm_before_fuse = False, True
+        c.fc_norm, c.norm_before_fc = False, True
         c.norm_before_residual, c.norm_output = False, True
         head = EagleHead(c).to(model.device)
-        head.tokens.copy_(tokens)
+        head.draft_to_target.copy_(tokens)
     randomised(head, seed=1)
     with torch.no_grad():
         head.lm_head.weight.mul_(3)  # so that few tokens are likely
@@ -50,16 +50,16 @@ def assert_same_trees(
     batch, has_inputs = next_batch(llm, prompts, params), [True] * len(prompts)
     trees = start_trees(drafter.runner, drafter.prefill, batch.sequences, has_inputs)
     built = TreeBuilder(plan.max_depth, plan.nodes_per_level).build(
-        batch, trees.root_logits, trees.expand, [32] * len(prompts), drafter.runner.draft_tokens
+        batch, trees.root_logits, trees.expand, [32] * len(prompts), drafter.runner.draft_to_target
     )
     assert built is not None and built.confidence is not None
-    expected = built.part([tree.most_confident(c, plan.num_nodes - 1) for c in built.confidence])
+    expected = built.subset([tree.most_confident(c, plan.num_nodes - 1) for c in built.confidence])
     for count in missing:
         for held in drafter.runner.cache.tokens_in:
             del held[max(0, len(held) - count) :]
         launched = drafter.launcher.launch(batch, has_inputs, plan)
         assert launched is not None
-        found, _ = launched.read(launched.token_tensor[:, :0])
+        found, _ = launched.to_host()
         for b in range(len(prompts)):
             assert found.num_nodes[b] == plan.num_nodes
             assert len(_paths(found, b) & _paths(expected, b)) >= plan.num_nodes - 2, (b, count)

@@ -42,7 +42,7 @@ def held_out(model: Any, data: Dataset, task: TrainTask) -> TrainBatches:
 
 def eagle_task(model: Any, data: Dataset) -> TrainTask:
     tokens = data.most_frequent(zoo.VOCABULARY, zoo.VOCABULARY)
-    return EagleTask(new_head(model, tokens, depths=AUX_LAYERS), model, depth=3)
+    return EagleTask(new_head(model, tokens, aux_layers=AUX_LAYERS), model, depth=3)
 
 
 def medusa_task(model: Any, data: Dataset) -> TrainTask:
@@ -54,7 +54,7 @@ def exit_task(model: Any, data: Dataset) -> TrainTask:
 
 
 def distill_task(model: Any, data: Dataset) -> TrainTask:
-    draft = new_draft_model(model, layers=2)
+    draft = new_draft_model(model, num_layers=2)
     return DistillTask(draft, model, tokenizer=zoo.tokenizer(), depth=3)
 
 

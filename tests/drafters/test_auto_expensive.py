@@ -120,10 +120,10 @@ def test_a_device_draft_is_learnt_while_the_device_builds_the_next(is_cut: bool)
     confidence = [int(CONFIDENCE_SCALE * value) for value in (1.0, 0.55, 0.05, 0.35)]
     trees = torch.tensor([[[5, 7, 8, 9], [-1, 0, 0, 1], confidence]])
     launched = DeviceDraft.of_trees([5], trees, head)
-    draft, _ = launched.read(launched.token_tensor[:, :0])
+    draft, _ = launched.to_host()
     assert draft.tokens == [[5, 7, 8, 9]]
     auto._sent = Sent(launched, POOR)
-    draft, path = (draft.part([[0, 2]]), [0, 1]) if is_cut else (draft, [0, 2])
+    draft, path = (draft.subset([[0, 2]]), [0, 1]) if is_cut else (draft, [0, 2])
     auto.learn(None, draft, None, Verdict([path], [[8, 4]]))  # type: ignore[arg-type]
     trees.zero_()  # by the next launch
     assert cheap.told == ["learn"]

@@ -150,24 +150,24 @@ def forward(made: CudaDecoder, spec: ForwardSpec) -> None:
     batch, num_nodes = spec.batch, spec.num_nodes
     tokens = (torch.arange(batch * num_nodes) % 97).view(batch, num_nodes)
     cache_slice = CacheSlice(1, spec.kv_len, ENTRIES - 1, 1)
-    kv_lens = [spec.kv_len - num_nodes - b for b in range(batch)]
+    num_cached = [spec.kv_len - num_nodes - b for b in range(batch)]
     parents: Any = None
     if spec.tree == "tree":
         parents = [[-1, *(node // 2 for node in range(num_nodes - 1))] for _ in range(batch)]
     if spec.tree == "device":
         trees = torch.arange(batch * 3 * num_nodes).view(batch, 3, num_nodes) % 7
         parents = DeviceTree([5] * batch, trees)
-    made.forward(tokens, kv_lens, parents, cache_slice=cache_slice)
+    made.forward(tokens, num_cached, parents, cache_slice=cache_slice)
 
 
 def head(target: Any, dtype: torch.dtype, spec: TreeSpec) -> tuple[EagleHead, CudaEagleHead]:
     draft_tokens = torch.arange(0, target.config.vocab_size, spec.vocab_step)
     if target.config.hidden_size == SIZES["hidden_size"]:
-        made = new_head(target, draft_tokens, depths=(1, 2, 2), layers=spec.layers)
+        made = new_head(target, draft_tokens, aux_layers=(1, 2, 2), num_layers=spec.layers)
         made = filled(_normed(made, spec, draft_tokens).to(dtype))
     else:
         with torch.device("meta"):
-            made = new_head(target.to("meta"), draft_tokens.to("meta"), depths=(1, 1, 1))
+            made = new_head(target.to("meta"), draft_tokens.to("meta"), aux_layers=(1, 1, 1))
         made = made.to(dtype).to_empty(device=CPU)
     c = made.config.layer
     shapes = [LayerKVShape(c.num_key_value_heads, c.head_dim, c.num_key_value_heads, c.head_dim)]
@@ -185,24 +185,24 @@ def head(target: Any, dtype: torch.dtype, spec: TreeSpec) -> tuple[EagleHead, Cu
 def _normed(made: EagleHead, spec: TreeSpec, draft_tokens: torch.Tensor) -> EagleHead:
     c = made.config
     if spec.norm != "each":
-        c.norm_each, c.norm_before_fuse = False, spec.norm == "all"
+        c.fc_norm, c.norm_before_fc = False, spec.norm == "all"
         c.norm_before_residual, c.norm_output = False, True
         made = EagleHead(c)
-        made.tokens.copy_(draft_tokens)
+        made.draft_to_target.copy_(draft_tokens)
     return made
 
 
 def build_trees(made: EagleHead, kernels: CudaEagleHead, spec: TreeSpec) -> None:
     batch = range(spec.batch)
     tokens = [[(3 * b + i) % 50 for i in range(1 + 5 * b)] for b in batch]
-    kv_lens = [40 + 100 * b for b in batch]
-    entries = [[kv_lens[b] + i for i in range(len(tokens[b]))] for b in batch]
-    hidden_size = made.config.target_hidden
+    num_cached = [40 + 100 * b for b in batch]
+    entries = [[num_cached[b] + i for i in range(len(tokens[b]))] for b in batch]
+    hidden_size = made.config.target_hidden_size
     hidden_states = torch.zeros(4, 1, ENTRIES, 3 * hidden_size, dtype=kernels.layers.dtype)
     rng_keys = [[7 + b * i for i in range(spec.plan.max_depth)] for b in batch]
     kernels.build_trees(
         tokens,
-        kv_lens,
+        num_cached,
         entries,
         hidden_states,
         (0, 1, 2),

@@ -134,7 +134,7 @@ def test_an_exit_transform_and_a_draft_vocabulary(kind: str) -> None:
     if kind in ("llama_kernels", "int8"):  # the last norm takes the factor away, but for the sign
         assert torch.allclose(whole, -plain, **near)
     assert not torch.allclose(whole, plain, **near)
-    layers = LayerSubset(model, (0, 1), exit=lambda hidden: -2 * hidden, tokens=ids)
+    layers = LayerSubset(model, (0, 1), exit=lambda hidden: -2 * hidden, draft_to_target=ids)
     output = runner.forward(TREE, first_slot=1, layers=layers)
     assert torch.allclose(output.logits, whole[..., ids], rtol=1e-4, atol=1e-4)
     scattered, argmax = layers.scatter(output.logits, output.argmax)
@@ -182,7 +182,9 @@ def test_nothing_is_left_behind(kind: str) -> None:
     hidden = runner.cache.hidden.clone()
     nan_token = TREE[0, 1 if runner.batch_invariant else 0]
     model.get_input_embeddings().weight[nan_token] = torch.nan
-    layers = LayerSubset(model, (0, 1), exit=lambda hidden: hidden + 1, tokens=torch.tensor([1, 2]))
+    layers = LayerSubset(
+        model, (0, 1), exit=lambda hidden: hidden + 1, draft_to_target=torch.tensor([1, 2])
+    )
     logits_of(runner, layers)
     runner.forward(TREE[:, :2].flip(1), first_slot=1, layers=layers, offset=2)
     assert torch.equal(hidden, runner.cache.hidden)
@@ -201,7 +203,7 @@ def test_share_of_the_weights() -> None:
     whole = 3 * layer + head
     assert LayerSubset(model, (0, 1, 2)).share == 1
     assert LayerSubset(model, (0, 2)).share == pytest.approx((2 * layer + head) / whole)
-    few = LayerSubset(model, (0,), tokens=torch.arange(10))
+    few = LayerSubset(model, (0,), draft_to_target=torch.arange(10))
     assert few.share == pytest.approx((layer + head * 10 / zoo.VOCABULARY) / whole)
 
 

@@ -18,7 +18,7 @@ def tiny_head(layers: int = 1) -> tuple[object, EagleHead]:
     torch.manual_seed(3)
     model = zoo.tiny("llama", dtype=torch.float32)
     tokens = torch.arange(0, zoo.VOCABULARY, 2)
-    return model, new_head(model, tokens, depths=AUX_LAYERS, layers=layers)
+    return model, new_head(model, tokens, aux_layers=AUX_LAYERS, num_layers=layers)
 
 
 def causal(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

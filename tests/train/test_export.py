@@ -24,7 +24,7 @@ from draftahead.drafters.medusa.heads import new_heads
 from draftahead.errors import ConfigError, ModelNotFoundError
 from draftahead.models.support import text_config
 from draftahead.train.export import export_head
-from eagle_heads import DEPTHS, DRAFT_TOKENS, exact_head
+from eagle_heads import AUX_LAYERS, DRAFT_TOKENS, exact_head
 from llama_shaped import llama_shaped
 
 
@@ -47,7 +47,7 @@ def lm_head_of(target: Any) -> Tensor:
 def test_an_exported_eagle_head_holds_its_lm_head(target: Any, tmp_path: Path) -> None:
     tokens = torch.arange(3, 40, 3)
     plain = llama_shaped("llama")
-    head = rounded(new_head(plain, tokens, depths=(1, 2)))
+    head = rounded(new_head(plain, tokens, aux_layers=(1, 2)))
     eagle_io.save(head, tmp_path / "bare", with_lm_head=False, num_speculative_tokens=3)
     description = export_head(tmp_path / "bare", target, tmp_path / "whole", name="org/name")
     assert f"lm_head weights of {len(tokens)} tokens" in description
@@ -76,7 +76,7 @@ def rounded(head: EagleHead) -> EagleHead:
 def test_exported_medusa_heads_hold_their_lm_head(some: bool, target: Any, tmp_path: Path) -> None:
     vocabulary = int(text_config(target).vocab_size)
     tokens = torch.arange(3, 40, 3) if some else None
-    heads = new_heads(llama_shaped("llama"), 2, tokens=tokens)
+    heads = new_heads(llama_shaped("llama"), 2, draft_to_target=tokens)
     medusa_io.save(heads, tmp_path / "bare", vocab_size=vocabulary)
     assert "2 Medusa heads" in export_head(tmp_path / "bare", target, tmp_path / "whole")
     found = medusa_io.load(tmp_path / "whole", target)
@@ -91,7 +91,7 @@ def test_a_quantized_head_is_written_dequantized(tmp_path: Path) -> None:
     if build.library() is None:
         pytest.skip("there are no kernels here")
     model = llama_shaped("llama")
-    head = new_head(model, torch.arange(3, 40, 3), depths=(1, 2))
+    head = new_head(model, torch.arange(3, 40, 3), aux_layers=(1, 2))
     expected = {name: value.clone() for name, value in head.state_dict().items()}
     assert quantize_linears(head)
     eagle_io.save(head, tmp_path, with_lm_head=True)
@@ -114,7 +114,9 @@ def test_heads_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     biased = zoo.tiny("phi", dtype=torch.float32)
     medusa_io.save(new_heads(biased, 2), tmp_path / "medusa", vocab_size=zoo.VOCABULARY)
-    eagle_io.save(new_head(biased, DRAFT_TOKENS, depths=DEPTHS), tmp_path / "e", with_lm_head=False)
+    eagle_io.save(
+        new_head(biased, DRAFT_TOKENS, aux_layers=AUX_LAYERS), tmp_path / "e", with_lm_head=False
+    )
     for folder in ("medusa", "e"):
         with pytest.raises(ConfigError, match="head has a bias"):
             export_head(tmp_path / folder, biased, tmp_path / "out")

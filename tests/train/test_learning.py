@@ -45,7 +45,7 @@ def test_short_texts_count_the_same_alone_and_beside_longer_ones(make: Any) -> N
 def test_a_draft_vocabulary_smaller_than_the_candidates_of_a_head() -> None:
     model = zoo.tiny("llama", dtype=torch.float32)
     data = generated_data(model, 4)
-    heads = new_heads(model, 3, tokens=data.most_frequent(5, zoo.VOCABULARY))
+    heads = new_heads(model, 3, draft_to_target=data.most_frequent(5, zoo.VOCABULARY))
     task = MedusaTask(heads, model)
     task.evaluate(held_out(model, data, task))
     assert heads.choices and max(max(path) for path in heads.choices) < 5

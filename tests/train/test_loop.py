@@ -73,7 +73,7 @@ def tiny_eagle() -> tuple[EagleTask, TrainBatches, TrainBatches]:
     data = Dataset.of([(p, zoo.reference(model, p, 12)) for p in zoo.ragged_prompts(10)])
     held_out = TrainBatches(data, model, (1, 2), tokens=200)
     batches = TrainBatches(data, model, (1, 2), tokens=80)
-    head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 2))
+    head = new_head(model, torch.arange(zoo.VOCABULARY), aux_layers=(1, 2))
     return EagleTask(head, model, depth=2), batches, held_out
 
 

@@ -57,7 +57,7 @@ def test_the_distillation_loss_is_that_of_whole_models(name: str) -> None:
     model = zoo.tiny(name, dtype=torch.float32)
     data = random_data()
     (batch,) = TrainBatches(data, model, (), tokens=1000)
-    draft = new_draft_model(model, layers=2)
+    draft = new_draft_model(model, num_layers=2)
     task = DistillTask(draft, model, depth=2)
     total, count = 0.0, 0
     for index in range(len(data)):

@@ -93,7 +93,7 @@ class TrainSetup:
     held_out: Dataset
     processes: PartialState  # `accelerate launch` starts several, each with a GPU
 
-    def draft_tokens(self, size: int | None) -> Tensor | None:
+    def draft_to_target(self, size: int | None) -> Tensor | None:
         """The most frequent tokens; None: the whole vocabulary."""
         return None if size is None else self.train.most_frequent(size, self.vocab_size)
 
@@ -226,8 +226,8 @@ def eagle(
     head = new_head(
         setup.model,
         setup.train.most_frequent(draft_vocabulary, setup.vocab_size),
-        depths=tuple(sorted(chosen)),
-        layers=layers,
+        aux_layers=tuple(sorted(chosen)),
+        num_layers=layers,
         intermediate_size=intermediate_size,
     )
     task = EagleTask(
@@ -256,8 +256,12 @@ def medusa(
     from draftahead.train.medusa import MedusaTask
 
     setup = training.setup(config.seed)
-    tokens = setup.draft_tokens(draft_vocabulary)
-    made = new_heads(setup.model, heads, layers=layers, tokens=tokens)
+    made = new_heads(
+        setup.model,
+        heads,
+        num_layers=layers,
+        draft_to_target=setup.draft_to_target(draft_vocabulary),
+    )
     task = MedusaTask(made, setup.model, depth_decay=depth_decay, name=training.model)
     training.train(setup, config, task)
 
@@ -277,14 +281,14 @@ def exit(
     from draftahead.train.exit import ExitTask
 
     setup = training.setup(config.seed)
-    tokens = setup.draft_tokens(draft_vocabulary)
-    adapter = new_adapter(setup.model, layer, rank=rank, tokens=tokens)
+    draft_to_target = setup.draft_to_target(draft_vocabulary)
+    adapter = new_adapter(setup.model, layer, rank=rank, draft_to_target=draft_to_target)
     training.train(setup, config, ExitTask(adapter, setup.model, depth=depth))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModelSizes:
-    layers: Annotated[int, Option(min=1, help="Decoder layers of the draft model.")]
+    num_layers: Annotated[int, Option("--layers", min=1, help="Decoder layers of the draft model.")]
     hidden_size: Annotated[int | None, Option(min=1, help="Unset: the target's.")] = None
     intermediate_size: IntermediateSize = None
     num_heads: Annotated[int | None, Option(min=1, help="Unset: in proportion.")] = None

@@ -61,15 +61,15 @@ class SequenceState:
     stats: Stats = field(default_factory=Stats)
     finish_reason: FinishReason | None = None
     error: DraftaheadError | None = None
-    # Why a node may have no distribution; becomes the error if that node is reached.
-    fault: DraftaheadError | None = None
+    # By path below the root of this step: becomes the error if the node there is reached.
+    processor_errors: dict[tuple[int, ...], DraftaheadError] = field(default_factory=dict)
     # A drafter has seen the target's noise for this sequence: see DraftSampler.noise_coupled_topk.
     target_noise_used: bool = False
     # Of the request, as it is looked up at every step:
     params: SamplingParams = field(init=False)
     prompt_length: int = field(init=False)
     is_greedy: bool = field(init=False)
-    has_processors: bool = field(init=False)  # the distribution at a node depends on its path
+    modifies_logits: bool = field(init=False)  # by processors, which depend on a node's path
     # Tokens that end the output. They stay in token_ids; their text is not shown.
     end_ids: frozenset[int] = field(init=False)
 
@@ -77,7 +77,7 @@ class SequenceState:
         request, params = self.request, self.request.params
         self.params, self.prompt_length = params, len(request.prompt)
         self.is_greedy = params.is_greedy
-        self.has_processors = params.has_penalties or bool(request.bad_word_ids)
+        self.modifies_logits = params.modifies_logits or bool(request.bad_word_ids)
         ends = frozenset(params.stop_token_ids)
         self.end_ids = ends if params.ignore_eos else ends | request.eos_token_ids
 
@@ -120,12 +120,12 @@ class DraftSampler(Protocol):
         sequences: Sequence[int],
         paths: Sequence[tuple[int, ...]],
         k: int,
-        tokens: Tensor | None = None,
+        draft_to_target: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The tokens that the target would most likely emit if it had these logits, for drafters
         that do not draw: logits [A, V], each after a path below the root of sequence b ->
-        probabilities and tokens [A, k]. `tokens` [D]: what logits [A, D] over a draft vocabulary
-        are for.
+        probabilities and tokens [A, k]. `draft_to_target` [D]: the tokens of a
+        draft vocabulary that logits [A, D] are over.
 
         The target's next token is a function of its distribution and of noise that is known
         beforehand, so drafting with the same noise is accepted more often. It stays a guess: the
@@ -155,6 +155,16 @@ class Batch:
     @property
     def roots(self) -> list[int]:
         return [sequence.tokens[-1] for sequence in self.sequences]
+
+    @property
+    def all_greedy(self) -> bool:
+        return all(sequence.is_greedy for sequence in self.sequences)
+
+    @property
+    def modifies_logits(self) -> bool:
+        """Whether the logits of some sequence depend on the path of a node: without processors only
+        its depth matters, and a draft on a device need not be copied to the host."""
+        return any(sequence.modifies_logits for sequence in self.sequences)
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class Auto(Drafter):
         try:
             draft = drafter.propose(batch)
             if isinstance(draft, DeviceDraft):
-                draft, _ = draft.read(draft.token_tensor[:, :0])
+                draft, _ = draft.to_host()
             if draft is not None:
                 check(draft, batch, self.vocabulary)
             return draft

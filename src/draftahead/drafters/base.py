@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from draftahead.control.promises import Offer
+from draftahead.core import tree
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.errors import ConfigError
@@ -81,7 +82,7 @@ def as_built(launched: DeviceDraft, draft: Draft) -> Draft:
     next launch, which overwrites its memory."""
     if draft.num_nodes == launched.num_nodes:
         return draft
-    return launched.read(launched.token_tensor[:, :0])[0]
+    return launched.to_host()[0]
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
             raise ValueError("node 0 must be the last token of the sequence")
         if not 0 <= min(tokens[:num_nodes]) <= max(tokens[:num_nodes]) < vocab_size:
             raise ValueError(f"a token outside the vocabulary of {vocab_size}")
-        if not all(0 <= parents[node] < node for node in range(1, num_nodes)):
+        if not tree.is_valid(parents[:num_nodes]):
             raise ValueError("a parent must stand before its children")
 
 
@@ -148,12 +149,9 @@ def validated_confidence(draft: Draft) -> list[list[float]] | None:
         return None
     found = []
     for values, parents in zip(stated, draft.parents, strict=True):
-        valid = [1.0]
-        for node, value in enumerate(values, start=1):
-            if not 0 <= float(value) <= 1:
-                return None
-            valid.append(min(float(value), valid[parents[node]]))
-        found.append(valid[1:])
+        if not all(0 <= float(value) <= 1 for value in values):
+            return None
+        found.append(tree.limit_to_parents([float(value) for value in values], parents))
     return found
 
 

@@ -12,7 +12,7 @@ from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, SequenceState
 from draftahead.drafters.base import Drafter, positive
 
-MAX_NODES = 15  # drafted nodes, where the number is not asked for: what one forward takes cheaply
+DEFAULT_TREE_NODES = 15  # without the root: with it 16, which one forward takes cheaply
 MIN_CONFIDENCE = 0.02  # nodes below it do not repay their share of the verification
 
 Source = TypeVar("Source")
@@ -34,7 +34,7 @@ class CandidateDrafter(Drafter, Generic[Source]):
         """Without a number of tokens, the policy verifies as many as pay."""
         self.adaptive = num_speculative_tokens is None
         name = "num_speculative_tokens"
-        self.max_nodes = positive(name, num_speculative_tokens, default=MAX_NODES)
+        self.max_nodes = positive(name, num_speculative_tokens, default=DEFAULT_TREE_NODES)
         self._drafts: dict[int, list[CandidateNode[Source]]] = {}  # by sequence
 
     def candidates(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:

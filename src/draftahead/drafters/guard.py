@@ -1,4 +1,4 @@
-"""A drafter whose faults cost speed and nothing else."""
+"""Catches exceptions of a drafter and checks its drafts, so that faults only cost speed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 from draftahead.control.promises import Offer
@@ -53,7 +52,7 @@ class GuardedDrafter:
         if isinstance(proposed, DeviceDraft):
             is_tree = proposed.trees is not None and proposed.probs is None
             if not is_tree or not self._verifies(proposed, batch):
-                proposed, _ = proposed.read(proposed.token_tensor[:, :0])
+                proposed, _ = proposed.to_host()
         if isinstance(proposed, Draft):
             proposed = validated(proposed, batch, self._vocab_size)
         elif proposed is not None and not isinstance(proposed, DeviceDraft):
@@ -62,7 +61,7 @@ class GuardedDrafter:
         return proposed
 
     def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
-        """With copies: what a drafter does to them stays its own."""
+        """With copies of draft and verdict, so that a drafter cannot modify the engine's."""
         shown = Draft(
             _copied(draft.tokens),
             _copied(draft.parents),
@@ -70,8 +69,6 @@ class GuardedDrafter:
             draft.confidence and _copied(draft.confidence),
         )
         told = Verdict(_copied(verdict.paths), _copied(verdict.tokens))
-        if any(sequence.params.logprobs is not None for sequence in batch.sequences):
-            output = replace(output, logits=output.logits.clone())  # they are read afterwards
         self._guarded(lambda: self.drafter.learn(batch, shown, output, told), None)
 
     def release(self, sequence: SequenceState) -> None:
@@ -93,17 +90,20 @@ class GuardedDrafter:
     def _expected_offer(self) -> Offer | None:
         if inspect.getattr_static(self.drafter, "expected_offer", None) is None:
             return None
-        return self.drafter.expected_offer
+        found = self.drafter.expected_offer
+        if found is not None and not isinstance(found, Offer):
+            raise TypeError(f"expected_offer is {type(found).__name__}, not an Offer or None")
+        return found
 
     def explain(self) -> list[str]:
-        return self._guarded(lambda: getattr(self.drafter, "explain", list)(), [])
+        return self._guarded(lambda: [*map(str, getattr(self.drafter, "explain", list)())], [])
 
     def _guarded(self, call: Callable[[], Result], otherwise: Result) -> Result:
         try:
             return call()
         except Exception as fault:
             message = (
-                f"drafter {type(self.drafter).__name__} failed and is left out where it does: "
+                f"drafter {type(self.drafter).__name__} raised an exception and is ignored: "
                 f"{type(fault).__name__}: {fault}"
             )
             logging.getLogger("draftahead").debug(message, exc_info=True)

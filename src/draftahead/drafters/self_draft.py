@@ -49,7 +49,7 @@ class SelfDrafter(Drafter):
         roots = torch.tensor(batch.roots)
         if self.adaptive:
             logits = expand(roots[:, None])[:, 0]
-            return self.builder.build(batch, logits, expand, tokens=layers.tokens)
+            return self.builder.build(batch, logits, expand, draft_to_target=layers.draft_to_target)
         logits, argmax = feed(roots)
         if not sampled:
             return argmax_chain(batch, self.count, logits, feed)

@@ -61,13 +61,13 @@ class TreeBuilder:
         logits: Tensor,
         expand: Expand,
         max_depths: Sequence[int] | None = None,
-        tokens: Tensor | None = None,
+        draft_to_target: Tensor | None = None,
     ) -> Draft | None:
         """`logits` [B, V]: after the roots. `max_depths`: the batch's, or 0 for sequences without a
-        tree. `tokens` [D]: the draft vocabulary that logits are over."""
+        tree. `draft_to_target` [D]: the tokens of the draft vocabulary that logits are over."""
         depths = batch.max_depths if max_depths is None else max_depths
         trees = [PartialTree(root, depth) for root, depth in zip(batch.roots, depths, strict=True)]
-        self._add_children(trees, logits[:, None], batch, tokens)
+        self._add_children(trees, logits[:, None], batch, draft_to_target)
         for _ in range(self.max_depth - 1):
             for partial in trees:
                 partial.frontier = partial.best_leaves(self.expanded_per_level)
@@ -81,7 +81,7 @@ class TreeBuilder:
                 partial.expand(level_size)
             nodes = torch.tensor([[p.tokens[node] for node in p.expanded] for p in trees])
             parents = torch.tensor([partial.expanded_parents for partial in trees])
-            self._add_children(trees, expand(nodes, parents), batch, tokens)
+            self._add_children(trees, expand(nodes, parents), batch, draft_to_target)
             self.note_level(time.perf_counter() - start)
         if not any(partial.tokens[1:] for partial in trees):
             return None
@@ -89,7 +89,7 @@ class TreeBuilder:
         return Draft.trees(batch.roots, pairs, [p.confidence[1:] for p in trees])
 
     def _add_children(
-        self, trees: list[PartialTree], logits: Tensor, batch: Batch, tokens: Tensor | None
+        self, trees: list[PartialTree], logits: Tensor, batch: Batch, draft_to_target: Tensor | None
     ) -> None:
         """Children of the nodes that were just expanded; reads back once."""
         at = [(b, node) for b, partial in enumerate(trees) for node in partial.frontier]
@@ -97,7 +97,7 @@ class TreeBuilder:
         index = [trees[b].expanded.index(node) for b, node in at]
         paths = [trees[b].paths[node] for b, node in at]
         children = top_candidates(
-            batch, logits[sequences, index], sequences, paths, CHILDREN, tokens
+            batch, logits[sequences, index], sequences, paths, CHILDREN, draft_to_target
         )
         for (b, node), (probs, ids) in zip(at, children, strict=True):
             trees[b].add(node, probs, ids)
@@ -168,12 +168,12 @@ def top_candidates(
     sequences: Sequence[int],
     paths: Sequence[tuple[int, ...]],
     count: int,
-    tokens: Tensor | None,
+    draft_to_target: Tensor | None,
 ) -> list[tuple[list[float], list[int]]]:
     """The `count` best next tokens of each node and their probabilities: see
     DraftSampler.noise_coupled_topk. Reads back once."""
     probs, children = batch.draft_sampler.noise_coupled_topk(
-        logits, sequences, paths, count, tokens
+        logits, sequences, paths, count, draft_to_target
     )
     # In float64, which holds every token id exactly.
     pairs = torch.stack([probs.double(), children.double()], 1).tolist()

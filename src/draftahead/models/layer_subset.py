@@ -34,10 +34,10 @@ class LayerSubset:
         layers: Sequence[int],
         *,
         exit: ExitTransform | None = None,
-        tokens: Tensor | None = None,
+        draft_to_target: Tensor | None = None,
     ) -> None:
-        """`exit` changes the hidden states behind the last layer. `tokens` [D]: a draft vocabulary,
-        where the LM head is a plain linear layer; logits are over it."""
+        """`exit` changes the hidden states behind the last layer. `draft_to_target` [D]: the tokens
+        of the draft vocabulary that logits are over, if the LM head is a plain linear layer."""
         self._stack = layers_of(model)
         self.layers = tuple(sorted(set(layers)))
         if not self.layers or self.layers[0] != 0 or self.layers[-1] >= len(self._stack):
@@ -47,9 +47,12 @@ class LayerSubset:
         self.exit = exit
         self.vocab_size = int(text_config(model).vocab_size)
         self._whole_head: Any = model.get_output_embeddings()
-        self.tokens = tokens if type(self._whole_head) in (nn.Linear, Int8Linear) else None
+        is_linear = type(self._whole_head) in (nn.Linear, Int8Linear)
+        self.draft_to_target = draft_to_target if is_linear else None
         self.head: Any = (
-            None if self.tokens is None else output_subset(self._whole_head, self.tokens)
+            None
+            if self.draft_to_target is None
+            else output_subset(self._whole_head, self.draft_to_target)
         )
         self._backends: tuple[Backend | None, Backend | None] = (None, None)  # whole, subset
         self._extra: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
@@ -73,12 +76,12 @@ class LayerSubset:
 
     def scatter(self, logits: Tensor, argmax: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Logits and argmax over the whole vocabulary: -inf outside of its own tokens."""
-        if self.tokens is None:
+        if self.draft_to_target is None:
             return logits, argmax
-        whole = scatter_to_vocab(logits, self.tokens, self.vocab_size)
+        whole = scatter_to_vocab(logits, self.draft_to_target, self.vocab_size)
         if argmax is None:
             return whole, None
-        return whole, torch.where(argmax < 0, argmax, self.tokens[argmax.clamp(min=0)])
+        return whole, torch.where(argmax < 0, argmax, self.draft_to_target[argmax.clamp(min=0)])
 
     # ------------------------------------------------------------------ the model's own forward
 

@@ -19,10 +19,10 @@ from draftahead.sampling.noise import (
     target_rng_key,
     uniforms_at,
 )
-from draftahead.sampling.processors import column, probs_of, processed
+from draftahead.sampling.processors import column, probs_of, process_logits
 from draftahead.sampling.sample import sample_target
 
-# Of a drafter's distribution, how many tokens compete with the target's noise. More would find
+# The target's noise is applied to so many of a drafter's likeliest tokens. More would also find
 # unlikely tokens that the noise favours, at the cost of a longer sort.
 NOISE_COUPLED_TOKENS = 64
 
@@ -30,10 +30,9 @@ NOISE_COUPLED_TOKENS = 64
 class RecordedDraftSampler:
     """Samples for a drafter, one depth a call, and keeps the record. See DraftSampler.
 
-    What was drawn becomes the draft, whatever the drafter does afterwards: to drop or change a
-    token once it is known would bend the output. Where tokens are accepted by equality (all
-    sequences greedy, or replay), the draft uses the target's noise and no distribution is kept:
-    then the two agree as often as the same noise makes their distributions agree.
+    Drawn tokens cannot be dropped or changed: that would bias the output. Where tokens are accepted
+    by equality (all sequences greedy, or replay), the draft is sampled with the target's noise
+    (Gumbel coupling, for more agreement) and no distribution is kept.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class RecordedDraftSampler:
         self.probs: list[Tensor] = []  # [B, V] per depth
         # Without processors nothing here depends on which tokens were drawn, so a device can go on
         # drawing before the host has seen any.
-        self._needs_paths = any(sequence.has_processors for sequence in sequences)
+        self._modifies_logits = any(sequence.modifies_logits for sequence in sequences)
         self._drawn: list[Tensor] = []  # [B] per depth
         self._lengths = [0] * len(sequences)  # of each chain
         self._active = [max_depth > 0 for max_depth in max_depths]
@@ -87,8 +86,8 @@ class RecordedDraftSampler:
             raise ValueError(f"draw takes logits [{len(self.sequences)}, V], not {logits.shape}")
         wanted = active.tolist() if active is not None else [True] * len(self.sequences)
         depth = len(self._drawn)
-        tokens, finite = self._sample(logits, depth, argmax)
-        checks = zip(self._active, wanted, finite, self.max_depths, strict=True)
+        tokens, has_token = self._sample(logits, depth, argmax)
+        checks = zip(self._active, wanted, has_token, self.max_depths, strict=True)
         self._active = [a and bool(w) and f and depth < most for a, w, f, most in checks]
         self._lengths = [n + a for n, a in zip(self._lengths, self._active, strict=True)]
         self._drawn.append(tokens)
@@ -98,27 +97,27 @@ class RecordedDraftSampler:
         self, logits: Tensor, depth: int, argmax: Tensor | None
     ) -> tuple[Tensor, list[bool]]:
         """Tokens [B], and which sequences had a distribution: without processors, all."""
-        everyone = [True] * len(self.sequences)
-        if self._all_greedy and not self._needs_paths:
+        all_true = [True] * len(self.sequences)
+        if self._all_greedy and not self._modifies_logits:
             if argmax is not None and logits.shape[-1] <= self.vocab_size:
-                return argmax.clamp(min=0), everyone
-            return logits[:, : self.vocab_size].argmax(-1), everyone
-        paths = self.chains if self._needs_paths else [[0] * depth] * len(self.sequences)
+                return argmax.clamp(min=0), all_true
+            return logits[:, : self.vocab_size].argmax(-1), all_true
+        paths = self.chains if self._modifies_logits else [[0] * depth] * len(self.sequences)
         contexts = [
             NodeContext(sequence, tuple(path))
             for sequence, path in zip(self.sequences, paths, strict=True)
         ]
-        logits = _fitted(logits, self.vocab_size)
+        logits = _fit_to_vocab(logits, self.vocab_size)
         if not self.keeps_probs:
-            tokens, finite = sample_target(logits, contexts)
+            tokens, has_token = sample_target(logits, contexts)
         else:
             probs = probs_of(logits, contexts)
-            finite = probs[:, 0].isfinite()
-            probs = probs.where(finite[:, None], 1.0)  # the chain ends here: any would do
-            keys = [step_rng_key(RngStream.DRAFT, context) for context in contexts]
-            tokens = sample_gumbel(probs, keys)
+            has_token = probs[:, 0].isfinite()
+            probs = probs.where(has_token[:, None], 1.0)  # the chain ends here: any would do
+            rng_keys = [step_rng_key(RngStream.DRAFT, context) for context in contexts]
+            tokens = sample_gumbel(probs, rng_keys)
             self.probs.append(probs)
-        return tokens, finite.tolist() if self._needs_paths else everyone
+        return tokens, has_token.tolist() if self._modifies_logits else all_true
 
     # ----------------------------------------------------------- drafting with the target's noise
 
@@ -128,7 +127,7 @@ class RecordedDraftSampler:
         sequences: Sequence[int],
         paths: Sequence[tuple[int, ...]],
         k: int,
-        tokens: Tensor | None = None,
+        draft_to_target: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See DraftSampler. A token's weight is its probability over the target's own exponential
         noise for it: the heaviest is what the target would sample from this distribution."""
@@ -137,15 +136,17 @@ class RecordedDraftSampler:
         ]
         for context in contexts:
             context.sequence.target_noise_used = True
-        if tokens is not None and self._needs_paths:  # processors take the target's ids
-            logits, tokens = scatter_to_vocab(logits, tokens, self.vocab_size), None
-        size = self.vocab_size if tokens is None else len(tokens)
-        logits = processed(_fitted(logits, size), contexts)
+        # Processors take the target's token ids.
+        if draft_to_target is not None and self._modifies_logits:
+            logits = scatter_to_vocab(logits, draft_to_target, self.vocab_size)
+            draft_to_target = None
+        size = self.vocab_size if draft_to_target is None else len(draft_to_target)
+        logits = process_logits(_fit_to_vocab(logits, size), contexts)
         params = [context.sequence.params for context in contexts]
         temperature = column([p.temperature or 1.0 for p in params], logits)
-        looked_at = k if self._all_greedy else NOISE_COUPLED_TOKENS
-        probs, ids = (logits / temperature).softmax(-1).topk(min(looked_at, logits.shape[-1]))
-        ids = ids if tokens is None else tokens[ids]
+        num_candidates = k if self._all_greedy else NOISE_COUPLED_TOKENS
+        probs, ids = (logits / temperature).softmax(-1).topk(min(num_candidates, logits.shape[-1]))
+        ids = ids if draft_to_target is None else draft_to_target[ids]
         if self._all_greedy:  # no noise is involved
             return probs, ids
         noise = -uniforms_at([target_rng_key(context) for context in contexts], ids).log()
@@ -156,17 +157,17 @@ class RecordedDraftSampler:
         return best, ids.gather(-1, index)
 
 
-def scatter_to_vocab(logits: Tensor, tokens: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits [..., D] of a draft vocabulary `tokens` [D] over the whole one: -inf elsewhere. None:
-    they are over the whole one."""
-    if tokens is None:
+def scatter_to_vocab(logits: Tensor, draft_to_target: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits [..., D] over a draft vocabulary -> [..., V], -inf for other tokens. `draft_to_target`
+    [D]: its tokens; None: logits are over the whole vocabulary."""
+    if draft_to_target is None:
         return logits
     whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-    whole[..., tokens] = logits
+    whole[..., draft_to_target] = logits
     return whole
 
 
-def _fitted(logits: Tensor, vocab_size: int) -> Tensor:
+def _fit_to_vocab(logits: Tensor, vocab_size: int) -> Tensor:
     """Cut or padded to a vocabulary. What is not finite becomes unlikely: it can only make the
     draft worse."""
     logits = logits.float() if logits.dtype != torch.float64 else logits

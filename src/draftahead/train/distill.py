@@ -26,7 +26,7 @@ from draftahead.train.task import NextTokenTask
 def new_draft_model(
     model: Any,
     *,
-    layers: int,
+    num_layers: int,
     hidden_size: int | None = None,
     intermediate_size: int | None = None,
     num_heads: int | None = None,
@@ -37,15 +37,18 @@ def new_draft_model(
     text, name = text_config(model), type(model).__name__
     if text is not model.config:
         raise ConfigError(f"{name} is more than a language model, which distill does not support")
-    num_layers = int(text.num_hidden_layers)
-    if not 1 <= layers <= num_layers:
-        raise ConfigError(f"--layers must be 1 to the target's {num_layers}, not {layers}")
-    kept = [round(i * (num_layers - 1) / max(1, layers - 1)) for i in range(layers)]
+    num_target_layers = int(text.num_hidden_layers)
+    if not 1 <= num_layers <= num_target_layers:
+        raise ConfigError(
+            f"--layers must be 1 to the target's {num_target_layers}, not {num_layers}"
+        )
+    step = (num_target_layers - 1) / max(1, num_layers - 1)
+    kept = [round(i * step) for i in range(num_layers)]
     config = copy.deepcopy(text)
     for key, value in list(config.to_dict().items()):
-        if isinstance(value, list) and len(value) == num_layers:  # one entry per layer
+        if isinstance(value, list) and len(value) == num_target_layers:  # one entry per layer
             setattr(config, key, [value[i] for i in kept])
-    config.num_hidden_layers = layers
+    config.num_hidden_layers = num_layers
     if hidden_size is not None and hidden_size != text.hidden_size:
         _resize(config, hidden_size, num_heads, num_kv_heads)
     elif num_heads is not None or num_kv_heads is not None:

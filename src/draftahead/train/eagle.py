@@ -40,9 +40,9 @@ class EagleTask(ChainTask):
             head,
             model,
             depth=depth,
-            aux_layers=head.config.depths,
+            aux_layers=head.config.aux_layers,
             lm_head=head.lm_head.weight.requires_grad_(train_lm_head),
-            tokens=head.tokens,
+            draft_to_target=head.draft_to_target,
         )
         self.head, self._embed = head, model.get_input_embeddings()
         self.depth_decay, self._trains_lm_head, self._name = depth_decay, train_lm_head, name

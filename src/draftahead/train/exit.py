@@ -19,8 +19,13 @@ class ExitTask(NextTokenTask):
     method, file_key = "early_exit", "adapter"
 
     def __init__(self, adapter: ExitAdapter, model: Any, *, depth: int = 4) -> None:
-        layers, tokens = [adapter.config.layers], adapter.tokens
-        super().__init__(adapter, model, depth=depth, aux_layers=layers, tokens=tokens)
+        super().__init__(
+            adapter,
+            model,
+            depth=depth,
+            aux_layers=[adapter.config.num_layers],
+            draft_to_target=adapter.draft_to_target,
+        )
         self.adapter, self._norm = adapter, last_norm(model)
 
     def hidden(self, batch: TrainBatch, at: Any) -> Tensor:

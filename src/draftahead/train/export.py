@@ -46,4 +46,4 @@ def _export_eagle(
     methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
     count = int(methods[0].get("speculative_tokens", 5))
     eagle_io.save(head, folder, with_lm_head=True, target=name, num_speculative_tokens=count)
-    return f"an EAGLE-3 head with lm_head weights of {len(head.tokens)} tokens"
+    return f"an EAGLE-3 head with lm_head weights of {len(head.draft_to_target)} tokens"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftahead.drafters.candidates import DEFAULT_TREE_NODES
 from draftahead.drafters.medusa import io
 from draftahead.drafters.medusa.heads import MedusaHeads
 from draftahead.drafters.medusa.tree import likeliest_tree
@@ -18,8 +19,7 @@ from draftahead.train.acceptance import Acceptance
 from draftahead.train.batches import TrainBatch
 from draftahead.train.task import Chains, ChainTask
 
-CANDIDATES = 10  # top tokens of each head that the draft tree may use
-TREE_NODES = 15  # of the draft tree that is saved with the heads
+CALIBRATION_CANDIDATES = 10  # top tokens of each head that the draft tree may use
 
 
 class MedusaTask(ChainTask):
@@ -28,20 +28,20 @@ class MedusaTask(ChainTask):
     def __init__(
         self, heads: MedusaHeads, model: Any, *, depth_decay: float = 0.8, name: str = ""
     ) -> None:
-        super().__init__(heads, model, depth=len(heads), tokens=heads.tokens)
+        super().__init__(heads, model, depth=len(heads), draft_to_target=heads.draft_to_target)
         self.heads, self.depth_decay, self._name = heads, depth_decay, name
         self._vocab_size = len(model.get_output_embeddings().weight)
-        self._candidates = min(CANDIDATES, len(self.lm_head))
+        self._candidates = min(CALIBRATION_CANDIDATES, len(self.lm_head))
 
     def hidden(self, chains: Chains) -> Iterator[Tensor]:
         for head in range(self.depth):
-            yield self.heads.of(head, chains.last_hidden[chains.positions - 1 - head])
+            yield self.heads.forward_head(head, chains.last_hidden[chains.positions - 1 - head])
 
     def hits(self, batch: TrainBatch) -> Iterator[Tensor]:
         """Of the chain of top candidates; counts how often each candidate was correct."""
         chains = Chains(batch, self.depth)
         for head in range(self.depth):
-            hidden = self.heads.of(head, batch.last_hidden[:, chains.first : -2 - head])
+            hidden = self.heads.forward_head(head, batch.last_hidden[:, chains.first : -2 - head])
             ranked = self.target_tokens(self.logits(hidden).topk(self._candidates).indices)
             predicted = chains.predicted(head)
             hit = ranked == batch.tokens[:, predicted, None]
@@ -55,7 +55,9 @@ class MedusaTask(ChainTask):
         self._correct = torch.zeros(self.depth, self._candidates)
         self._count = torch.zeros(self.depth, 1)
         acceptance = super().evaluate(held_out)
-        tree = likeliest_tree((self._correct / self._count.clamp(min=1)).tolist(), TREE_NODES)
+        tree = likeliest_tree(
+            (self._correct / self._count.clamp(min=1)).tolist(), DEFAULT_TREE_NODES
+        )
         self.heads.choices = tuple(node.path for node in tree)
         return acceptance
 

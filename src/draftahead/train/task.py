@@ -18,8 +18,8 @@ from draftahead.train.losses import soft_cross_entropy, target_probs
 
 class TrainTask(ABC):
     """`depth`: drafted tokens of a chain. `aux_layers`: of the target, whose hidden states are
-    read. `lm_head`: the drafter's weights; None: the target's. `tokens` [D]: the draft vocabulary;
-    None: the whole one."""
+    read. `lm_head`: the drafter's weights; None: the target's. `draft_to_target` [D]: the tokens
+    of the draft vocabulary; None: the whole one."""
 
     method: ClassVar[str]  # the drafter that loads what is saved
     file_key: ClassVar[str] = "model"  # of its configuration
@@ -32,13 +32,13 @@ class TrainTask(ABC):
         depth: int,
         aux_layers: Sequence[int] = (),
         lm_head: Tensor | None = None,
-        tokens: Tensor | None = None,
+        draft_to_target: Tensor | None = None,
     ) -> None:
         self.module, self.depth, self.aux_layers = module, depth, tuple(aux_layers)
         weight: Tensor = model.get_output_embeddings().weight.detach()
-        self.target_lm_head = weight if tokens is None else weight[tokens]
+        self.target_lm_head = weight if draft_to_target is None else weight[draft_to_target]
         self.lm_head = self.target_lm_head if lm_head is None else lm_head
-        self.tokens = tokens
+        self.draft_to_target = draft_to_target
 
     @abstractmethod
     def loss(self, batch: TrainBatch) -> Tensor: ...
@@ -65,7 +65,7 @@ class TrainTask(ABC):
 
     def target_tokens(self, drafted: Tensor) -> Tensor:
         """The target's tokens of indices into the draft vocabulary."""
-        return drafted if self.tokens is None else self.tokens[drafted]
+        return drafted if self.draft_to_target is None else self.draft_to_target[drafted]
 
 
 class NextTokenTask(TrainTask):

@@ -38,9 +38,9 @@ def builder_and_batch(
 @pytest.mark.parametrize(
     ("logit_scale", "flags"),
     [
-        (1.0, {"norm_each": False}),
+        (1.0, {"fc_norm": False}),
         (3.0, {"norm_output": True}),
-        (6.0, {"norm_before_residual": False, "norm_each": False, "norm_before_fuse": True}),
+        (6.0, {"norm_before_residual": False, "fc_norm": False, "norm_before_fc": True}),
     ],
     ids=["wide", "deep", "deeper"],
 )
@@ -80,7 +80,7 @@ def test_trees_of_one_call_match_the_tree_builders(
         return trees.expand(tokens, parents)
 
     theirs = drafter.builder.build(
-        batch, trees.root_logits, expand, max_depths, drafter.runner.draft_tokens
+        batch, trees.root_logits, expand, max_depths, drafter.runner.draft_to_target
     )
     assert levels_built == [len(levels)]
     assert ours is not None and theirs is not None and sum(ours.num_nodes) > 12

@@ -33,7 +33,7 @@ def test_the_head_computes_what_published_heads_do(norms_residual: bool) -> None
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
     config = EagleConfig(
-        layer, draft_vocabulary=20, depths=(1, 2, 3), norm_before_residual=norms_residual
+        layer, draft_vocab_size=20, aux_layers=(1, 2, 3), norm_before_residual=norms_residual
     )
     head = EagleHead(config)
     w = {name: value.normal_(0, 0.3) for name, value in head.named_parameters()}
@@ -75,7 +75,7 @@ def test_the_head_computes_what_published_heads_do(norms_residual: bool) -> None
 def test_a_head_is_quantized_on_a_cpu_and_predicts_nearly_the_same() -> None:
     """Other drafts now and then, always the same output."""
     model = small_llama()
-    head = new_head(model, torch.arange(zoo.VOCABULARY), depths=(1, 2))
+    head = new_head(model, torch.arange(zoo.VOCABULARY), aux_layers=(1, 2))
     llm = LLM(model, {"method": "eagle", "model": head, "num_speculative_tokens": 3})
     quantized = llm.engine.drafter.head  # type: ignore[attr-defined]
     hidden = torch.randn(4, 64)

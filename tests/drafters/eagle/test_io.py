@@ -17,7 +17,7 @@ import zoo
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.head import EagleHead, new_head
 from draftahead.errors import ConfigError, DraftaheadError, HeadMismatchError, ModelNotFoundError
-from eagle_heads import DEPTHS, DRAFT_TOKENS, LAYER, causal, exact_head
+from eagle_heads import AUX_LAYERS, DRAFT_TOKENS, LAYER, causal, exact_head
 
 WEIGHTS = "model.safetensors"
 
@@ -32,7 +32,7 @@ def logits_of(head: EagleHead, model: Any) -> Tensor:
     """Its logits over a text, and one step further from its own output."""
     ids = torch.tensor([zoo.ragged_prompts(1)[0] * 3])
     captured = model(ids, output_hidden_states=True).hidden_states
-    feature = head.feature(torch.stack([captured[depth] for depth in DEPTHS], 2))
+    feature = head.feature(torch.stack([captured[depth] for depth in AUX_LAYERS], 2))
     embedded = model.get_input_embeddings()(ids)
     positions = torch.arange(ids.shape[1])[None]
     out = head(embedded, feature, positions, causal)
@@ -41,16 +41,16 @@ def logits_of(head: EagleHead, model: Any) -> Tensor:
 
 
 def assert_same(found: EagleHead, expected: EagleHead, model: Any) -> None:
-    assert torch.equal(found.tokens, expected.tokens)
-    assert found.config.depths == expected.config.depths
+    assert torch.equal(found.draft_to_target, expected.draft_to_target)
+    assert found.config.aux_layers == expected.config.aux_layers
     assert torch.allclose(logits_of(found, model), logits_of(expected, model), atol=1e-5)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "normed residual": {"norm_before_residual": True},
-    "norm before fc": {"norm_before_fuse": True},
-    "norm of each hidden state": {"norm_each": True, "norm_before_residual": True},
+    "norm before fc": {"norm_before_fc": True},
+    "norm of each hidden state": {"fc_norm": True, "norm_before_residual": True},
     "normed output": {"norm_output": True},
 }
 
@@ -74,7 +74,7 @@ def test_a_saved_head_loads_again(name: str, model: Any, tmp_path: Path) -> None
 
 
 def test_lm_head_weights_that_are_left_out_are_the_targets(model: Any, tmp_path: Path) -> None:
-    head = new_head(model, DRAFT_TOKENS, depths=DEPTHS)
+    head = new_head(model, DRAFT_TOKENS, aux_layers=AUX_LAYERS)
     expected = model.get_output_embeddings().weight[DRAFT_TOKENS]
     io.save(head, tmp_path, with_lm_head=False)
     assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
@@ -95,7 +95,7 @@ def published(head: EagleHead, layer: str) -> dict[str, Tensor]:
     found = {
         name.replace("layers.0.", f"{layer}."): value.clone()
         for name, value in head.state_dict().items()
-        if name != "tokens"
+        if name != "draft_to_target"
     }
     found["d2t"] = DRAFT_TOKENS - torch.arange(len(DRAFT_TOKENS))
     found["t2d"] = torch.zeros(zoo.VOCABULARY, dtype=torch.bool)
@@ -128,7 +128,7 @@ def test_layer_indices_become_depths(model: Any, tmp_path: Path) -> None:
     for layers, expected in (([1, 2], (2, 3)), ([2, 3], (2, 3))):
         config = safe_ai_lab(eagle_config={"eagle_aux_hidden_state_layer_ids": layers})
         write(tmp_path, config, weights, pickled=False)
-        assert io.load(tmp_path, model).config.depths == expected
+        assert io.load(tmp_path, model).config.aux_layers == expected
 
 
 def speculators(**fields: Any) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def speculators(**fields: Any) -> dict[str, Any]:
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3DraftModel"],
         "draft_vocab_size": len(DRAFT_TOKENS),
-        "eagle_aux_hidden_state_layer_ids": list(DEPTHS),
+        "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
         "speculators_config": {"algorithm": "eagle3"},
         "transformer_layer_config": dict(LAYER),
         **fields,

@@ -29,7 +29,7 @@ def reference_logits(head: EagleHead, model: Any, text: list[int], path: list[in
     EAGLE papers."""
     ids = torch.tensor([text])
     captured = model(ids, output_hidden_states=True).hidden_states
-    hidden_states = torch.stack([captured[depth] for depth in head.config.depths], 2)
+    hidden_states = torch.stack([captured[depth] for depth in head.config.aux_layers], 2)
     embed = model.get_input_embeddings()
     hidden, tokens = head.feature(hidden_states[:, :-1]), ids[:, 1:]
     for token in [*path, 0]:

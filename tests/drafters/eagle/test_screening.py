@@ -50,7 +50,7 @@ def model() -> Any:
 @pytest.fixture
 def head(model: Any) -> EagleHead:
     torch.manual_seed(5)
-    found = new_head(model, torch.arange(VOCAB_SIZE), depths=(1, 2), intermediate_size=128)
+    found = new_head(model, torch.arange(VOCAB_SIZE), aux_layers=(1, 2), intermediate_size=128)
     return found.requires_grad_(False)
 
 
@@ -132,7 +132,7 @@ def test_logits_of_the_most_likely_tokens_are_exact(head: EagleHead) -> None:
         chain = Nodes(
             first_slot=0,
             num_context_tokens=0,
-            kv_lens=torch.tensor([0]),
+            num_cached=torch.tensor([0]),
             depths=torch.tensor([[0, 1, 2, 3]], dtype=torch.int32),
             ancestors=torch.tensor([[1, 3, 7, 15]]),
             cos=torch.ones(1, 4, 64),
@@ -154,7 +154,7 @@ def test_logits_of_the_most_likely_tokens_are_exact(head: EagleHead) -> None:
 def test_the_kernels_build_no_trees_from_hidden_states_in_bfloat16(model: Any) -> None:
     """Not even where the head brings its own embedding, in float32."""
     small = copy.deepcopy(model).bfloat16()
-    config = new_head(model, torch.arange(VOCAB_SIZE), depths=(1, 2)).config
+    config = new_head(model, torch.arange(VOCAB_SIZE), aux_layers=(1, 2)).config
     eagle = {"method": "eagle", "model": EagleHead(config, own_embedding=True)}
     params = SamplingParams(temperature=0, max_tokens=8)
     llm = LLM(small, eagle, max_batch=1)

@@ -46,8 +46,8 @@ def test_sizes_are_learnt_from_trees_as_they_were_built(monkeypatch: pytest.Monk
     confidence = [int(CONFIDENCE_SCALE * value) for value in (1.0, *CONFIDENCE[:31])]
     trees = torch.tensor([[[5] * 32, [-1] + [0] * 31, confidence]])
     drafter._launched = launched = DeviceDraft.of_trees([5], trees, Timer())
-    whole, _ = launched.read(launched.token_tensor[:, :0])
-    drafter.learn(*[None, whole.part([[0, 1, 2]]), None, None])  # type: ignore[arg-type]
+    whole, _ = launched.to_host()
+    drafter.learn(*[None, whole.subset([[0, 1, 2]]), None, None])  # type: ignore[arg-type]
     assert drafter.tree_size.choose(batch_of(1)) == 8
 
 

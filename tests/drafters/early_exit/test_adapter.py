@@ -22,7 +22,8 @@ from llama_shaped import llama_shaped
 
 def save_adapter(model: Any, folder: Path, tokens: list[int] | None = None) -> ExitAdapter:
     """One that is not trained but does something."""
-    adapter = new_adapter(model, 2, rank=4, tokens=None if tokens is None else torch.tensor(tokens))
+    draft_to_target = None if tokens is None else torch.tensor(tokens)
+    adapter = new_adapter(model, 2, rank=4, draft_to_target=draft_to_target)
     with torch.no_grad():
         adapter.up.weight.normal_(generator=torch.Generator().manual_seed(0))
     io.save(adapter, folder)
@@ -60,8 +61,8 @@ def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
     found = io.load(tmp_path / "new" / "model.safetensors", model)
     assert found.config == saved.config
     assert found.up.weight.dtype == torch.bfloat16
-    assert found.tokens is not None
-    assert found.tokens.tolist() == [5, 9]
+    assert found.draft_to_target is not None
+    assert found.draft_to_target.tolist() == [5, 9]
     hidden = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
     normed = torch.nn.functional.rms_norm(hidden, (32,), eps=saved.config.rms_norm_eps)
     inner = torch.nn.functional.silu(normed @ saved.down.weight.T)
@@ -72,7 +73,7 @@ def test_an_adapter_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_an_untrained_adapter_leaves_hidden_states_as_they_are() -> None:
     untrained, hidden = new_adapter(zoo.tiny("llama"), 1, rank=2), torch.randn(2, 3, 32)
     assert torch.equal(untrained(hidden), hidden)
-    assert untrained.tokens is None
+    assert untrained.draft_to_target is None
 
 
 def test_an_adapter_belongs_to_its_layer(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def truncated_weights(folder: Path) -> None:
 
 def foreign_tokens(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "tokens": torch.tensor([5, 97])}, folder / "model.safetensors")
+    save_file({**tensors, "draft_to_target": torch.tensor([5, 97])}, folder / "model.safetensors")
 
 
 def config_with(**changes: Any) -> Spoil:
@@ -120,7 +121,7 @@ NO_ADAPTER, DAMAGED = "describes no exit adapter", "missing, damaged or not what
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "another model": (other_model, "trained for another model"),
     "another vocabulary": (config_with(vocab_size=98), "model with vocab_size 98, and this one"),
-    "too deep": (config_with(layers=30), "leaves after 30 layers, and this model has 3"),
+    "too deep": (config_with(num_layers=30), "leaves after 30 layers, and this model has 3"),
     "truncated weights": (truncated_weights, DAMAGED),
     "no weights": (without_file("model.safetensors"), DAMAGED),
     "no config": (without_file("config.json"), "no exit adapter in"),
@@ -129,7 +130,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "another kind": (config_with(kind="eagle"), NO_ADAPTER),
     "rank is text": (config_with(rank="many"), NO_ADAPTER),
     "rank is no integer": (config_with(rank=4.5), NO_ADAPTER),
-    "layers is no integer": (config_with(layers=2.0), NO_ADAPTER),
+    "layers is no integer": (config_with(num_layers=2.0), NO_ADAPTER),
     "negative epsilon": (config_with(rms_norm_eps=-1.0), NO_ADAPTER),
     "an unknown field": (config_with(extra=1), NO_ADAPTER),
     "another rank": (config_with(rank=7), DAMAGED),

@@ -115,10 +115,12 @@ def test_a_draft_vocabulary_uses_those_rows_of_the_targets_lm_head(
     model, heads = permutation(torch.float32)
     if quantized:
         quantize_model(model)
-    heads.tokens = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(4))[:-6]
+    heads.draft_to_target = torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(4))[
+        :-6
+    ]
     out = LLM(model, {"method": "medusa", "model": heads, **options}).generate([1, 2], GREEDY)[0]
     assert out.token_ids == LLM(model, "none").generate([1, 2], GREEDY)[0].token_ids
-    known = set(heads.tokens.tolist())
+    known = set(heads.draft_to_target.tolist())
     assert not known.issuperset(out.token_ids)  # the output has other tokens as well
     drafted = [token for token, flag in zip(out.token_ids, out.drafted, strict=True) if flag]
     assert known.issuperset(drafted)
@@ -162,7 +164,7 @@ def test_a_tree_that_comes_with_the_heads_is_the_default(tmp_path: Path) -> None
     heads.choices = ((0,), (0, 0), (1,))
     io.save(heads, tmp_path, vocab_size=VOCAB_SIZE)
     llm = LLM(model, {"method": "medusa", "model": str(tmp_path)})
-    assert llm.engine.drafter.paths == [(0,), (1,), (0, 0)]  # type: ignore[attr-defined]
+    assert llm.engine.drafter.choices == [(0,), (1,), (0, 0)]  # type: ignore[attr-defined]
     assert llm.engine.drafter.adaptive  # type: ignore[attr-defined]
     out = llm.generate([1, 2], GREEDY)[0]
     assert len(out.stats.drafted_at) == 2  # no deeper than the tree

@@ -80,7 +80,7 @@ def assert_same(found: MedusaHeads, tensors: dict[str, torch.Tensor], target: An
     x = torch.randn(5, HIDDEN, dtype=torch.float64)
     logits = found.logits(x, found.target_lm_head(target))
     torch.testing.assert_close(logits, reference(tensors, x, target))
-    each = torch.stack([found.of(head, x) for head in range(HEADS)], 1)
+    each = torch.stack([found.forward_head(head, x) for head in range(HEADS)], 1)
     torch.testing.assert_close(each, found(x))
 
 

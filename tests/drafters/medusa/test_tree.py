@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from draftahead.drafters.medusa.tree import Path, likeliest_tree
+from draftahead.drafters.medusa.tree import Choice, likeliest_tree
 
 PROBS = [[0.5, 0.2, 0.3], [0.4, 0.0, 0.35], [0.9, 0.05, 0.1]]
 
 
-def prefix_closed(paths: list[Path], count: int) -> list[tuple[Path, ...]]:
+def prefix_closed(paths: list[Choice], count: int) -> list[tuple[Choice, ...]]:
     """All trees of so many nodes: with every path its prefixes."""
     return [
         tree
@@ -26,7 +26,7 @@ def test_the_tree_is_the_most_confident_of_all_trees(count: int) -> None:
     """Candidates are not sorted, and some are impossible: so are rates measured on little data."""
     paths = [p for depth in (1, 2, 3) for p in itertools.product(range(3), repeat=depth)]
 
-    def confidence(path: Path) -> float:
+    def confidence(path: Choice) -> float:
         return math.prod(own[i] for own, i in zip(PROBS, path, strict=False))
 
     found = likeliest_tree(PROBS, count)

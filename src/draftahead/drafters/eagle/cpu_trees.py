@@ -45,14 +45,14 @@ class CpuTreeBuilder:
         """None where the kernels do not support the head or its input projection."""
         if runner.cpu is None:
             return None
-        projection = input_projection(runner.head, runner.embed, runner.draft_tokens is None)
+        projection = input_projection(runner.head, runner.embed, runner.draft_to_target is None)
         if projection is None or not _is_supported(projection):
             return None
         return CpuTreeBuilder(runner, prefill, runner.cpu, projection)
 
     def supports(self, batch: Batch, builder: TreeBuilder) -> bool:
         """Only greedy sequences without processors: their trees depend on the logits alone."""
-        plain = all(s.params.is_greedy and not s.has_processors for s in batch.sequences)
+        plain = batch.all_greedy and not batch.modifies_logits
         hidden = self._runner.target.cache.hidden
         readable = hidden is not None and hidden.dtype == torch.float32
         num_nodes = len(batch.sequences) * builder.expanded_per_level
@@ -129,7 +129,7 @@ class CpuTreeBuilder:
         target, projection = self._runner.target, self._projection
         hidden = target.cache.hidden
         assert hidden is not None
-        indices = torch.tensor(target.captured_index(self._runner.head.config.depths))
+        indices = torch.tensor(target.captured_index(self._runner.head.config.aux_layers))
         num_inputs, inputs = torch.tensor([len(own) for own in tokens]), padded(tokens)
         head_inputs = abi.HeadInputs(
             hidden=hidden.data_ptr(),

@@ -68,7 +68,7 @@ class TreeInputs(Inputs):
         device, size = output.device, (batch, max_inputs)
         shapes = [(1,), (batch,), (batch,), (batch,), size, size, (batch, plan.max_depth)]
         super().__init__(shapes, device)
-        self.num_context_tokens, self.kv_lens, self.num_inputs, self.temperatures, *parts = (
+        self.num_context_tokens, self.num_cached, self.num_inputs, self.temperatures, *parts = (
             self.parts
         )
         self.tokens, self.entries, self.rng_keys = parts
@@ -142,7 +142,7 @@ class CudaEagleHead:
     def build_trees(
         self,
         tokens: Sequence[Sequence[int]],
-        kv_lens: Sequence[int],
+        num_cached: Sequence[int],
         entries: Sequence[Sequence[int]],
         hidden_states: Tensor,
         hidden_indices: tuple[int, ...],
@@ -152,14 +152,14 @@ class CudaEagleHead:
         rng_keys: Sequence[Sequence[int]] = (),
         temperatures: Sequence[float] = (),
     ) -> Tensor | None:
-        """Computes the missing inputs of every sequence behind its `kv_lens` KV entries: `tokens`,
-        with the hidden states before them, which lie in `entries` of the target's `hidden_states`
+        """Computes the missing inputs of every sequence behind its `num_cached` entries: `tokens`, with
+        the hidden states before them, which lie in `entries` of the target's `hidden_states`
         [slots, 1, entries, W * H]. Then builds trees from the last input. Returns [B, 3, num_nodes]
         tokens, parents and confidence, still under way on the device; None where that cannot be
         captured. With `plan.sampled`: the target's RNG key at each depth, and the temperatures."""
         batch, max_inputs = len(tokens), _padded_length(max(map(len, tokens)))
         counts = [len(one) for one in tokens]
-        longest = max(held + count for held, count in zip(kv_lens, counts, strict=True))
+        longest = max(map(sum, zip(num_cached, counts, strict=True)))
         kv_len = longest + max(plan.num_expanded, max_inputs)
         splits = KVSplits.over(0, min(kv_len, self._cache.num_entries))
 
@@ -168,7 +168,7 @@ class CudaEagleHead:
             keys = [key for one in rng_keys for key in one] or [0] * (batch * plan.max_depth)
             padded = [_padded(one, max_inputs) for one in (*tokens, *entries)]
             flat = [number for one in padded for number in one]
-            inputs.words[:] = [0, *kv_lens, *counts, *scaled, *flat, *keys]
+            inputs.words[:] = [0, *num_cached, *counts, *scaled, *flat, *keys]
 
         found = self.graphs.run(
             (batch, max_inputs, plan, splits, hidden_indices, hidden_states.data_ptr()),
@@ -186,13 +186,13 @@ class CudaEagleHead:
         layers, batch = self.layers, len(inputs.tokens)
         self._run_inputs(inputs, splits, hidden_states)
         self._add_children(inputs, plan, 0)
-        kv_lens = inputs.kv_lens + inputs.num_inputs  # before the block
+        num_cached = inputs.num_cached + inputs.num_inputs  # before the block
         per_level = plan.nodes_per_level
         for level in range(1, plan.max_depth):
             earlier = (level - 1) * per_level
             self._expand(inputs, plan, level)
             block = NodeBlock(
-                inputs.num_context_tokens, kv_lens, inputs.depths, inputs.ancestors, per_level,
+                inputs.num_context_tokens, num_cached, inputs.depths, inputs.ancestors, per_level,
                 earlier,
             )  # fmt: skip
             out = inputs.outputs[earlier * batch : (earlier + per_level) * batch]
@@ -226,7 +226,7 @@ class CudaEagleHead:
             tokens=inputs.tokens, features=self._features, **self._first_input_arguments(),
         )  # fmt: skip
         block = NodeBlock(
-            inputs.num_context_tokens, inputs.kv_lens, inputs.chain_depths,
+            inputs.num_context_tokens, inputs.num_cached, inputs.chain_depths,
             inputs.chain_ancestors, max_inputs,
         )  # fmt: skip
         layers.run(block, splits, first_input=self._first_input, out=inputs.root_outputs)

@@ -27,7 +27,7 @@ class CudaTreeLauncher:
         """None without a GPU, and where the kernels do not support the head."""
         if not device_of(runner.device).is_gpu:
             return None
-        full_vocabulary = runner.draft_tokens is None
+        full_vocabulary = runner.draft_to_target is None
         kernels = cuda_eagle_head(
             runner.head, runner.spec, runner.cache, runner.embed, runner.cos_sin, full_vocabulary
         )
@@ -40,8 +40,7 @@ class CudaTreeLauncher:
 
     def supports(self, batch: Batch, plan: TreePlan) -> bool:
         """Processors depend on the path to a node, which only the device knows."""
-        has_processors = any(sequence.has_processors for sequence in batch.sequences)
-        return not has_processors and self._kernels.supports(len(batch.sequences), plan)
+        return not batch.modifies_logits and self._kernels.supports(len(batch.sequences), plan)
 
     def launch(
         self, batch: Batch, has_inputs: Sequence[bool], plan: TreePlan
@@ -51,16 +50,16 @@ class CudaTreeLauncher:
         runner, target = self._runner, self._runner.target
         most = min(MAX_MISSING, self._kernels.max_inputs(len(batch.sequences)))
         missing = self._prefill.missing(batch.sequences, has_inputs, most)
-        held = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
+        num_cached = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
         hidden = target.cache.hidden
         assert hidden is not None
         timer = self._timers.timer((len(missing), plan))
         trees = self._kernels.build_trees(
             missing,
-            held,
+            num_cached,
             [self._entries(slot, len(tokens)) for slot, tokens in enumerate(missing)],
             hidden,
-            target.captured_index(runner.head.config.depths),
+            target.captured_index(runner.head.config.aux_layers),
             plan,
             timer=timer,
             rng_keys=[_rng_keys(s, plan) for s in batch.sequences] if plan.sampled else [],

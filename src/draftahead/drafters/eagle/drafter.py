@@ -72,7 +72,7 @@ class Eagle(DeviceDrafter):
         self.builder = TreeBuilder(self.count, expanded)
         self.target = context.target_runner("eagle")
         self.head = _head(model if model is not None else context.head, self.target.model)
-        self.target.capture_hidden(self.head.config.depths)
+        self.target.capture_hidden(self.head.config.aux_layers)
         scratch = max(self.builder.max_expanded, 1 + self.count, 2 * MAX_MISSING)
         self.runner = EagleRunner(self.head, self.target, context.max_batch, scratch)
         self.prefill = HeadPrefill(self.runner)
@@ -101,21 +101,23 @@ class Eagle(DeviceDrafter):
         if self.adaptive and by_kernels is not None and by_kernels.supports(batch, self.builder):
             return by_kernels.build(batch, has_inputs, max_depths, self.builder)
         head_trees = start_trees(self.runner, self.prefill, batch.sequences, has_inputs)
-        logits, tokens = head_trees.root_logits, self.runner.draft_tokens
+        logits, draft_to_target = head_trees.root_logits, self.runner.draft_to_target
         if not self.adaptive and self.tree is None:
             vocab_size = self.target.vocab_size
 
-            def feed(drawn: Tensor) -> tuple[Tensor, None]:
-                return scatter_to_vocab(head_trees.append(drawn), tokens, vocab_size), None
+            def feed(tokens: Tensor) -> tuple[Tensor, None]:
+                logits = head_trees.append(tokens)
+                return scatter_to_vocab(logits, draft_to_target, vocab_size), None
 
-            logits = scatter_to_vocab(logits, tokens, vocab_size)
+            logits = scatter_to_vocab(logits, draft_to_target, vocab_size)
             sampled_chain(batch, self.count, logits, None, feed, max_depths)
             return None  # the draft sampler holds the draft
-        priced = batch if self.adaptive else dataclasses.replace(batch, step_cost=None)
-        draft = self.builder.build(priced, logits, head_trees.expand, max_depths, tokens)
+        if not self.adaptive:
+            batch = dataclasses.replace(batch, step_cost=None)  # builds all levels
+        draft = self.builder.build(batch, logits, head_trees.expand, max_depths, draft_to_target)
         if self.tree is None or draft is None or draft.confidence is None:
             return draft
-        part = draft.part([trees.most_confident(own, self.tree) for own in draft.confidence])
+        part = draft.subset([trees.most_confident(own, self.tree) for own in draft.confidence])
         return dataclasses.replace(part, confidence=None)  # they are verified as they are
 
     # ------------------------------------------------------------------- drafts on the device
@@ -135,15 +137,14 @@ class Eagle(DeviceDrafter):
 
     def _plan(self, batch: Batch) -> TreePlan | None:
         """The trees that a GPU should build; None where it cannot."""
-        all_greedy = all(sequence.is_greedy for sequence in batch.sequences)
         if self.adaptive or self.tree is not None:
             size = self.tree_size.choose(batch) if self.tree is None else 1 + self.tree
             expanded = max(1, min(CHILDREN, DEVICE_EXPANDED_PER_LEVEL // len(batch.sequences)))
             depth = min(self.count, DEVICE_MAX_DEPTH)
-            plan = TreePlan(depth, expanded, CHILDREN, size, not all_greedy)
+            plan = TreePlan(depth, expanded, CHILDREN, size, not batch.all_greedy)
             return plan if plan.pool_size >= size - 1 else None
         # The draft sampler must draw sampled chains: the acceptance rule needs their distribution.
-        return TreePlan(self.count, 1, 1, 1 + self.count, False) if all_greedy else None
+        return TreePlan(self.count, 1, 1, 1 + self.count, False) if batch.all_greedy else None
 
     def observe(self, launched: DeviceDraft, draft: Draft) -> None:
         self.tree_size.note(launched, as_built(launched, draft))

@@ -6,7 +6,7 @@ token j + 2. Behind the last token that the target has read, the head's own outp
 of the feature.
 
 Shapes: B sequences, N nodes, H hidden size of the head, H' of the target, W hidden states of a
-token (one per depth), D draft vocabulary.
+token (one per auxiliary layer), D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class EagleConfig:
     """A llama configuration for the layers, and what only an EAGLE head has."""
 
     layer: LlamaConfig
-    draft_vocabulary: int  # tokens that the head can predict
-    depths: tuple[int, ...]  # the target's hidden states after so many layers are fused
-    target_hidden: int = 0  # hidden size of the target; 0: of the layer
+    draft_vocab_size: int  # tokens that the head can predict
+    aux_layers: tuple[int, ...]  # the target's hidden states after so many layers are fused
+    target_hidden_size: int = 0  # hidden size of the target; 0: of the layer
     norm_before_residual: bool = False  # the residual starts normed
-    norm_before_fuse: bool = False  # one norm over all hidden states side by side
-    norm_each: bool = False  # one norm for each of them
+    norm_before_fc: bool = False  # one norm over all hidden states side by side
+    fc_norm: bool = False  # one norm for each of them
     norm_output: bool = False  # an output is normed before it is fed back
 
     def __post_init__(self) -> None:
-        self.target_hidden = self.target_hidden or int(self.layer.hidden_size)
+        self.target_hidden_size = self.target_hidden_size or int(self.layer.hidden_size)
 
 
 class EagleAttention(nn.Module):
@@ -89,12 +89,12 @@ class EagleLayer(nn.Module):
 
     def __init__(self, config: EagleConfig, *, is_first: bool) -> None:
         super().__init__()
-        hidden, eps = int(config.layer.hidden_size), float(config.layer.rms_norm_eps)
-        self.input_layernorm = RMSNorm(hidden, eps)
+        hidden_size, eps = int(config.layer.hidden_size), float(config.layer.rms_norm_eps)
+        self.input_layernorm = RMSNorm(hidden_size, eps)
         if is_first:
-            self.hidden_norm = RMSNorm(hidden, eps)
-        self.self_attn = EagleAttention(config, 2 * hidden if is_first else hidden)
-        self.post_attention_layernorm = RMSNorm(hidden, eps)
+            self.hidden_norm = RMSNorm(hidden_size, eps)
+        self.self_attn = EagleAttention(config, hidden_size * (1 + is_first))
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps)
         self.mlp = LlamaMLP(config.layer)
         self._is_first, self._norms_residual = is_first, config.norm_before_residual
 
@@ -129,30 +129,35 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig, *, own_embedding: bool = False) -> None:
         super().__init__()
         c, self.config = config.layer, config
-        hidden, eps, count = int(c.hidden_size), float(c.rms_norm_eps), len(config.depths)
+        hidden_size, eps, num_aux = (
+            int(c.hidden_size),
+            float(c.rms_norm_eps),
+            len(config.aux_layers),
+        )
+        target_size = config.target_hidden_size
         if own_embedding:
-            self.embed_tokens = nn.Embedding(int(c.vocab_size), hidden)
-        if config.norm_before_fuse:
-            self.input_norm = RMSNorm(count * config.target_hidden, eps)
-        if config.norm_each:
-            self.fc_norm = nn.ModuleList(RMSNorm(config.target_hidden, eps) for _ in range(count))
-        self.fc = nn.Linear(count * config.target_hidden, hidden, bias=False)
+            self.embed_tokens = nn.Embedding(int(c.vocab_size), hidden_size)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(num_aux * target_size, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(target_size, eps) for _ in range(num_aux))
+        self.fc = nn.Linear(num_aux * target_size, hidden_size, bias=False)
         layers = range(int(c.num_hidden_layers))
         self.layers = nn.ModuleList(EagleLayer(config, is_first=i == 0) for i in layers)
-        self.norm = RMSNorm(hidden, eps)
-        self.lm_head = nn.Linear(hidden, config.draft_vocabulary, bias=False)
-        self.tokens: Tensor  # [D] the target's token of each draft token
-        self.register_buffer("tokens", torch.arange(config.draft_vocabulary))
+        self.norm = RMSNorm(hidden_size, eps)
+        self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+        self.draft_to_target: Tensor  # [D] the target's token of each draft token
+        self.register_buffer("draft_to_target", torch.arange(config.draft_vocab_size))
         self.rotary = LlamaRotaryEmbedding(c)
         self.screening: Screening | None = None  # approximate logits from fewer bytes, on a CPU
 
     def feature(self, hidden_states: Tensor) -> Tensor:
         """The target's hidden states [..., W, H'] -> features [..., H]."""
-        if self.config.norm_each:
+        if self.config.fc_norm:
             each = zip(self.fc_norm, hidden_states.unbind(-2), strict=True)
             hidden_states = torch.stack([norm(hidden) for norm, hidden in each], -2)
         joined = hidden_states.flatten(-2)
-        if self.config.norm_before_fuse:
+        if self.config.norm_before_fc:
             joined = self.input_norm(joined)
         return self.fc(joined)  # type: ignore[no-any-return]
 
@@ -186,28 +191,28 @@ class EagleHead(nn.Module):
 
 def new_head(
     model: Any,
-    tokens: Tensor,
+    draft_to_target: Tensor,
     *,
-    depths: tuple[int, ...],
-    layers: int = 1,
+    aux_layers: tuple[int, ...],
+    num_layers: int = 1,
     intermediate_size: int | None = None,
 ) -> EagleHead:
-    """An untrained head for a target, in float32 on its device. `tokens` [D]: the draft vocabulary,
-    ascending. The lm_head and the last norm start as the target's."""
+    """An untrained head for a target, in float32 on its device. `draft_to_target` [D]: the tokens
+    of the draft vocabulary, ascending. The lm_head and the last norm start as the target's."""
     text = text_config(model)
     config = EagleConfig(
-        _layer_config(text, layers, intermediate_size),
-        draft_vocabulary=len(tokens),
-        depths=depths,
+        _layer_config(text, num_layers, intermediate_size),
+        draft_vocab_size=len(draft_to_target),
+        aux_layers=aux_layers,
         # Hidden states are larger after deeper layers, and very large for a few tokens: without
         # norms these dominate the others.
         norm_before_residual=True,
-        norm_each=True,
+        fc_norm=True,
     )
     head = EagleHead(config).to(model.device)
-    head.tokens.copy_(tokens)
+    head.draft_to_target.copy_(draft_to_target)
     with torch.no_grad():
-        vocab_rows = model.get_output_embeddings().weight[head.tokens]
+        vocab_rows = model.get_output_embeddings().weight[head.draft_to_target]
         head.lm_head.weight.copy_(vocab_rows)
         norm = getattr(model.get_decoder(), "norm", None)
         if norm is not None and getattr(norm, "weight", vocab_rows).shape == head.norm.weight.shape:
@@ -215,14 +220,14 @@ def new_head(
     return head
 
 
-def _layer_config(text: Any, layers: int, intermediate_size: int | None) -> LlamaConfig:
+def _layer_config(text: Any, num_layers: int, intermediate_size: int | None) -> LlamaConfig:
     """Layers as wide as the target's."""
     rope = getattr(text, "rope_parameters", None) or {}
     own_size = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return LlamaConfig(
         hidden_size=text.hidden_size,
         intermediate_size=intermediate_size or own_size,
-        num_hidden_layers=layers,
+        num_hidden_layers=num_layers,
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None),
         head_dim=getattr(text, "head_dim", None),

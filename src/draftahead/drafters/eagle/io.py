@@ -64,7 +64,7 @@ def load(source: str | Path, model: Any) -> EagleHead:
         name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor
         for name, tensor in tensors.items()
     }
-    weights["tokens"] = _draft_tokens(weights.pop("d2t", None), config, folder)
+    weights["draft_to_target"] = _draft_to_target(weights.pop("d2t", None), config, folder)
     head = EagleHead(config, own_embedding="embed_tokens.weight" in weights)
     shares_lm_head = "lm_head.weight" not in weights
     if shares_lm_head:
@@ -73,7 +73,7 @@ def load(source: str | Path, model: Any) -> EagleHead:
     head.screening = screening.load(folder, int(config.layer.hidden_size))
     head = head.to(device=model.device, dtype=model.dtype).eval()
     if shares_lm_head:
-        head.lm_head = output_subset(model.get_output_embeddings(), head.tokens)
+        head.lm_head = output_subset(model.get_output_embeddings(), head.draft_to_target)
     return head
 
 
@@ -93,13 +93,13 @@ def _read_config(folder: Path, stated: dict[str, Any], model: Any) -> EagleConfi
     vocab_size = int(layer.setdefault("vocab_size", text_config(model).vocab_size))
     return EagleConfig(
         LlamaConfig(**layer),
-        draft_vocabulary=int(stated.get("draft_vocab_size") or vocab_size),
-        depths=_depths(stated, int(text_config(model).num_hidden_layers)),
-        target_hidden=int(stated.get("target_hidden_size") or 0),
+        draft_vocab_size=int(stated.get("draft_vocab_size") or vocab_size),
+        aux_layers=_aux_layers(stated, int(text_config(model).num_hidden_layers)),
+        target_hidden_size=int(stated.get("target_hidden_size") or 0),
         # The two layouts have different defaults.
         norm_before_residual=bool(stated.get("norm_before_residual", is_speculators)),
-        norm_before_fuse=bool(stated.get("norm_before_fc") or eagle.get("norm_before_fc")),
-        norm_each=bool(stated.get("fc_norm")),
+        norm_before_fc=bool(stated.get("norm_before_fc") or eagle.get("norm_before_fc")),
+        fc_norm=bool(stated.get("fc_norm")),
         norm_output=bool(stated.get("norm_output")) and is_speculators,
     )
 
@@ -115,12 +115,14 @@ def _check_layer(layer: dict[str, Any], folder: Path) -> None:
         raise ConfigError(f"{folder}: a head with a sliding window is not supported")
 
 
-def _depths(stated: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _aux_layers(stated: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """After how many layers of the target the hidden states are taken."""
     ids = stated.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
         ids = (stated.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or ()
-        if [*ids][:1] == [1]:  # these are indices of layers: the output of layer 1 is depth 2
+        if [*ids][:1] == [
+            1
+        ]:  # these are indices of layers: the output of layer 1 is that after 2 layers
             ids = [layer + 1 for layer in ids]
     # Other servers also concatenate them in the order of the layers, whatever that of the list.
     return tuple(sorted(ids or (2, num_layers // 2, num_layers - 3)))
@@ -130,9 +132,9 @@ def check_target(config: EagleConfig, model: Any, name: str) -> None:
     """Refuses a head that was trained for another target."""
     text, vocab_size = text_config(model), int(config.layer.vocab_size)
     hidden_size, num_layers = int(text.hidden_size), int(text.num_hidden_layers)
-    unknown = [depth for depth in config.depths if not 1 <= depth <= num_layers]
-    if config.target_hidden != hidden_size:
-        reason = f"one with hidden size {config.target_hidden}; this one has {hidden_size}"
+    unknown = [layer for layer in config.aux_layers if not 1 <= layer <= num_layers]
+    if config.target_hidden_size != hidden_size:
+        reason = f"one with hidden size {config.target_hidden_size}; this one has {hidden_size}"
     elif vocab_size != text.vocab_size:
         reason = f"one with a vocabulary of {vocab_size}; this one has {text.vocab_size}"
     elif unknown:
@@ -145,9 +147,9 @@ def check_target(config: EagleConfig, model: Any, name: str) -> None:
     raise HeadMismatchError(f"{name} was trained for another model: {reason}")
 
 
-def _draft_tokens(offsets: Tensor | None, config: EagleConfig, folder: Path) -> Tensor:
+def _draft_to_target(offsets: Tensor | None, config: EagleConfig, folder: Path) -> Tensor:
     """The target's token of each draft token [D]. `offsets` (d2t): by how much they differ."""
-    size, vocab_size = config.draft_vocabulary, int(config.layer.vocab_size)
+    size, vocab_size = config.draft_vocab_size, int(config.layer.vocab_size)
     if offsets is None:
         if size != vocab_size:
             raise ConfigError(f"{folder} has a smaller draft vocabulary and no d2t that maps it")
@@ -156,9 +158,9 @@ def _draft_tokens(offsets: Tensor | None, config: EagleConfig, folder: Path) -> 
         raise ConfigError(
             f"{folder}: d2t has {len(offsets)} tokens, and draft_vocab_size is {size}"
         )
-    tokens = torch.arange(size) + offsets.long()
-    check_tokens(tokens, vocab_size, f"{folder}: d2t")
-    return tokens
+    draft_to_target = torch.arange(size) + offsets.long()
+    check_tokens(draft_to_target, vocab_size, f"{folder}: d2t")
+    return draft_to_target
 
 
 # ------------------------------------------------------------------------------------ saving
@@ -179,13 +181,13 @@ def save(
     weights = {
         name: value.to(torch.bfloat16)
         for name, value in dequantized_state(head).items()
-        if name != "tokens" and (with_lm_head or not name.startswith("lm_head."))
+        if name != "draft_to_target" and (with_lm_head or not name.startswith("lm_head."))
     }
-    tokens, vocab_size = head.tokens.cpu(), int(head.config.layer.vocab_size)
-    if len(tokens) != vocab_size:
-        weights["d2t"] = tokens - torch.arange(len(tokens))
+    draft_to_target, vocab_size = head.draft_to_target.cpu(), int(head.config.layer.vocab_size)
+    if len(draft_to_target) != vocab_size:
+        weights["d2t"] = draft_to_target - torch.arange(len(draft_to_target))
         weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool)
-        weights["t2d"][tokens] = True
+        weights["t2d"][draft_to_target] = True
     screening.remove(folder)
     write_head(folder, WEIGHTS[0], weights, _config_of(head.config, target, num_speculative_tokens))
     if head.screening is not None:
@@ -203,13 +205,15 @@ def _config_of(c: EagleConfig, target: str, num_speculative_tokens: int) -> dict
     return {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3DraftModel"],
-        "draft_vocab_size": c.draft_vocabulary,
+        "draft_vocab_size": c.draft_vocab_size,
         "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fuse,
-        "fc_norm": c.norm_each,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
         "norm_output": c.norm_output,
-        "eagle_aux_hidden_state_layer_ids": list(c.depths),
-        "target_hidden_size": None if c.target_hidden == c.layer.hidden_size else c.target_hidden,
+        "eagle_aux_hidden_state_layer_ids": list(c.aux_layers),
+        "target_hidden_size": None
+        if c.target_hidden_size == c.layer.hidden_size
+        else c.target_hidden_size,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "speculators_version": "0.7.0",

@@ -36,11 +36,11 @@ class HeadOutput(NamedTuple):
 
 
 class NodeRange(NamedTuple):
-    """The last nodes of a tree per sequence, from `start` on. Node 0 is in entry `root_entries[b]`
+    """The last nodes of a tree per sequence, from `start` on. Node 0 is in entry `num_cached[b]`
     of slot `first_slot` + b; earlier nodes have been computed."""
 
     first_slot: int
-    root_entries: list[int]  # [B]
+    num_cached: list[int]  # [B]
     parents: list[list[int]]  # [B][M] of the whole trees
     start: int = 0
 
@@ -51,8 +51,7 @@ class NodeRange(NamedTuple):
 
     @property
     def is_chain(self) -> bool:
-        chain = list(range(-1, len(self.parents[0]) - 1))
-        return self.start == 0 and all(parents == chain for parents in self.parents)
+        return self.start == 0 and all(tree.is_chain(parents) for parents in self.parents)
 
 
 class EagleRunner:
@@ -85,26 +84,27 @@ class EagleRunner:
         self.cos_sin = cos[0].contiguous(), sin[0].contiguous()  # [entries, head_dim]
 
     @property
-    def draft_tokens(self) -> Tensor | None:
-        """[D] the draft vocabulary; None: the target's whole vocabulary."""
-        return None if len(self.head.tokens) == self.target.vocab_size else self.head.tokens
+    def draft_to_target(self) -> Tensor | None:
+        """[D] the tokens of the draft vocabulary; None: the target's whole vocabulary."""
+        draft_to_target = self.head.draft_to_target
+        return None if len(draft_to_target) == self.target.vocab_size else draft_to_target
 
     # --------------------------------------------------------------------- inputs of the text
 
     def forward_inputs(
-        self, first_slot: int, tokens: Tensor, held: list[int], *, kv_only: bool = False
+        self, first_slot: int, tokens: Tensor, num_cached: list[int], *, kv_only: bool = False
     ) -> HeadOutput:
-        """Inputs with tokens [B, N], behind the `held` entries of slots from `first_slot` on."""
+        """Inputs with tokens [B, N], behind `num_cached` entries of slots from `first_slot` on."""
         batch, count = tokens.shape
-        starts = small_tensor(held, torch.int64, self.device)
-        entries = starts[:, None] + torch.arange(count, device=self.device)
+        first = small_tensor(num_cached, torch.int64, self.device)
+        entries = first[:, None] + torch.arange(count, device=self.device)
         slots = torch.arange(first_slot, first_slot + batch, device=self.device)
-        chain = NodeRange(first_slot, held, [list(range(-1, count - 1))] * batch)
+        chain = NodeRange(first_slot, num_cached, [tree.chain(count)] * batch)
         return self.forward(tokens, self.features(slots, entries), chain, kv_only)
 
     def features(self, slots: Tensor, entries: Tensor) -> Tensor:
         """Features [B, N, H] of the target's tokens in `entries` [B, N] of `slots` [B]."""
-        hidden_states = self.target.hidden_states(self.head.config.depths, slots, entries)
+        hidden_states = self.target.hidden_states(self.head.config.aux_layers, slots, entries)
         return self.head.feature(hidden_states.to(self.cache.keys[0].dtype))
 
     # ----------------------------------------------------------------------------- the forward
@@ -124,16 +124,16 @@ class EagleRunner:
     def _forward_cpu(
         self, cpu: CpuEagleHead, embedded: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool
     ) -> HeadOutput:
-        starts, depths = torch.tensor(nodes.root_entries), torch.tensor(nodes.depths)
+        num_cached, depths = torch.tensor(nodes.num_cached), torch.tensor(nodes.depths)
         own = torch.arange(nodes.start, depths.shape[1])
-        positions = starts[:, None] + depths[:, own]
+        positions = num_cached[:, None] + depths[:, own]
         first: Any = self.head.layers[0]
         x, residual = first.input_projection(embedded, hidden)
         residual = residual.clone(memory_format=torch.contiguous_format)
         of_kernels = Nodes(
             first_slot=nodes.first_slot,
             num_context_tokens=0,  # NaN must not reach the cache: all of it is drafting
-            kv_lens=starts,
+            num_cached=num_cached,
             depths=depths.int(),
             ancestors=torch.tensor([tree.ancestor_bits(parents) for parents in nodes.parents]),
             cos=self.cos_sin[0][positions],
@@ -148,17 +148,17 @@ class EagleRunner:
     def _forward_torch(
         self, embedded: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool
     ) -> HeadOutput:
-        starts = small_tensor(nodes.root_entries, torch.int64, self.device)
+        num_cached = small_tensor(nodes.num_cached, torch.int64, self.device)
         depths = small_tensor(nodes.depths, torch.int64, self.device)
         ancestors = None
         if not nodes.is_chain:  # to find ancestors takes a device one kernel per node
             ancestors = tree.ancestors(small_tensor(nodes.parents, torch.int64, self.device))
         tree_size = depths.shape[1]
-        kv_len, own = max(nodes.root_entries) + tree_size, slice(nodes.start, tree_size)
-        mask = attention.distances(starts, depths, ancestors, kv_len)[:, :, own]
+        kv_len, own = max(nodes.num_cached) + tree_size, slice(nodes.start, tree_size)
+        mask = attention.distances(num_cached, depths, ancestors, kv_len)[:, :, own]
         index = torch.arange(nodes.start, tree_size, device=self.device)
-        view = CacheView(self.cache, nodes.first_slot, starts[:, None] + index, kv_len, 0)
-        positions = (starts[:, None] + depths)[:, own]
+        view = CacheView(self.cache, nodes.first_slot, num_cached[:, None] + index, kv_len, 0)
+        positions = (num_cached[:, None] + depths)[:, own]
         num_outputs = 1 if kv_only else len(index)
         output = self.head_forward(embedded, hidden, positions, mask, view, num_outputs)
         return HeadOutput(output, output if kv_only else self.head.logits(output))

@@ -28,24 +28,24 @@ class InputProjection(NamedTuple):
 def input_projection(head: EagleHead, embed: Any, full_vocabulary: bool) -> InputProjection | None:
     """None for heads that norm the hidden states twice, which no kernel of ours does."""
     c = head.config
-    weights = head.norm.weight.new_ones(len(c.depths), c.target_hidden)
-    if c.norm_each and c.norm_before_fuse:
+    weights = head.norm.weight.new_ones(len(c.aux_layers), c.target_hidden_size)
+    if c.fc_norm and c.norm_before_fc:
         return None
-    if c.norm_each:
+    if c.fc_norm:
         weights = torch.stack([norm.weight for norm in list[Any](head.fc_norm)]).detach()
-    elif c.norm_before_fuse:
+    elif c.norm_before_fc:
         weights = head.input_norm.weight.detach().view_as(weights)
     first = list[Any](head.layers)[0]
     return InputProjection(
         fc=head.fc,
-        norm="each" if c.norm_each else "all" if c.norm_before_fuse else "none",
+        norm="each" if c.fc_norm else "all" if c.norm_before_fc else "none",
         norm_weights=weights,
         embed=embed,
         embed_norm=first.input_layernorm.weight,
         hidden_norm=first.hidden_norm.weight,
         norm_before_residual=c.norm_before_residual,
         norm_output=c.norm_output,
-        draft_to_target=None if full_vocabulary else head.tokens,
+        draft_to_target=None if full_vocabulary else head.draft_to_target,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftahead.core import tree
 from draftahead.core.device import last_of, padded, small_tensor
 from draftahead.core.types import SequenceState
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
@@ -34,7 +35,7 @@ class HeadTrees:
     def append(self, tokens: Tensor) -> Tensor:
         """One more token [B] of a chain per sequence -> logits [B, D]. The host need not know the
         token."""
-        chain = list(range(-1, self._output.logits.shape[1]))
+        chain = tree.chain(self._output.logits.shape[1] + 1)
         return self._add(tokens[:, None], [chain] * len(tokens))[:, -1]
 
     def _add(self, tokens: Tensor, parents: list[list[int]]) -> Tensor:
@@ -59,9 +60,9 @@ def start_trees(
 ) -> HeadTrees:
     """Computes the missing inputs of every sequence; the last ones are the roots of the trees."""
     missing = prefill.missing(sequences, has_inputs, MAX_MISSING)
-    held = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
-    output = runner.forward_inputs(0, padded(missing), held)
+    num_cached = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
+    output = runner.forward_inputs(0, padded(missing), num_cached)
     prefill.commit(missing)
-    root_entries = [count + len(own) - 1 for count, own in zip(held, missing, strict=True)]
+    root_entries = [count + len(own) - 1 for count, own in zip(num_cached, missing, strict=True)]
     roots = [last_of(values, missing)[:, None] for values in output]
     return HeadTrees(runner, root_entries, HeadOutput(*roots))

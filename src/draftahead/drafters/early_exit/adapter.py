@@ -21,7 +21,7 @@ from draftahead.models.support import text_config
 
 @dataclass(frozen=True)
 class ExitConfig:
-    layers: int  # of the target, below the exit
+    num_layers: int  # of the target, below the exit
     hidden_size: int
     rank: int
     vocab_size: int  # of the target
@@ -40,26 +40,28 @@ class ExitAdapter(nn.Module):
         self.down = nn.Linear(config.hidden_size, config.rank, bias=False)
         self.up = nn.Linear(config.rank, config.hidden_size, bias=False)
         nn.init.zeros_(self.up.weight)  # a new adapter leaves the hidden states as they are
-        self.tokens: Tensor | None  # [D] the draft vocabulary
+        self.draft_to_target: Tensor | None  # [D] the tokens of the draft vocabulary
         size = config.draft_vocab_size
-        self.register_buffer("tokens", None if size is None else torch.arange(size))
+        self.register_buffer("draft_to_target", None if size is None else torch.arange(size))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.up(F.silu(self.down(self.norm(hidden))))  # type: ignore[no-any-return]
 
 
-def new_adapter(model: Any, layers: int, *, rank: int, tokens: Tensor | None = None) -> ExitAdapter:
+def new_adapter(
+    model: Any, num_layers: int, *, rank: int, draft_to_target: Tensor | None = None
+) -> ExitAdapter:
     """An untrained adapter for a target, in float32 on its device."""
     text = text_config(model)
     config = ExitConfig(
-        layers=layers,
+        num_layers=num_layers,
         hidden_size=int(text.hidden_size),
         rank=rank,
         vocab_size=int(text.vocab_size),
-        draft_vocab_size=None if tokens is None else len(tokens),
+        draft_vocab_size=None if draft_to_target is None else len(draft_to_target),
         rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-5)),
     )
     adapter = ExitAdapter(config).to(model.device)
-    if adapter.tokens is not None and tokens is not None:
-        adapter.tokens.copy_(tokens)
+    if adapter.draft_to_target is not None and draft_to_target is not None:
+        adapter.draft_to_target.copy_(draft_to_target)
     return adapter

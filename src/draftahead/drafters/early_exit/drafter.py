@@ -37,15 +37,15 @@ class EarlyExit(SelfDrafter):
             raise ConfigError(f"drafter 'early_exit': {adapter!r} is no path of an adapter")
         model = self.runner.model
         loaded = None if adapter is None else io.load(adapter, model)
-        default = max(1, round(self.num_layers / 3)) if loaded is None else loaded.config.layers
+        default = max(1, round(self.num_layers / 3)) if loaded is None else loaded.config.num_layers
         count = positive("layers", layers, self.num_layers, default)
         if loaded is not None and count != default:
             raise ConfigError(
                 f"the exit adapter in {adapter} was trained after layer {default}, not {count}: "
                 "leave 'layers' out"
             )
-        tokens = None if loaded is None else loaded.tokens
-        self.layers = LayerSubset(model, range(count), exit=loaded, tokens=tokens)
+        draft_to_target = None if loaded is None else loaded.draft_to_target
+        self.layers = LayerSubset(model, range(count), exit=loaded, draft_to_target=draft_to_target)
 
     def propose(self, batch: Batch) -> Draft | None:
         return self.draft_with(self.layers, batch, sampled=True)

@@ -60,10 +60,10 @@ def _check_target(config: ExitConfig, model: Any, folder: Path) -> None:
                 f"the exit adapter in {folder} is for a model with {name} {stated}, and this one "
                 f"has {own}: it was trained for another model"
             )
-    if not 1 <= config.layers <= int(text.num_hidden_layers):
+    if not 1 <= config.num_layers <= int(text.num_hidden_layers):
         raise ConfigError(
-            f"the exit adapter in {folder} leaves after {config.layers} layers, and this model has "
-            f"{text.num_hidden_layers}: it was trained for another model"
+            f"the exit adapter in {folder} leaves after {config.num_layers} layers, and this model "
+            f"has {text.num_hidden_layers}: it was trained for another model"
         )
 
 
@@ -74,8 +74,8 @@ def _fill(adapter: ExitAdapter, file: Path) -> None:
         raise ConfigError(
             f"{file} is missing, damaged or not what its {CONFIG} says ({problem})"
         ) from problem
-    if adapter.tokens is not None:
-        check_tokens(adapter.tokens, adapter.config.vocab_size, f"{file}: tokens")
+    if (tokens := adapter.draft_to_target) is not None:
+        check_tokens(tokens, adapter.config.vocab_size, f"{file}: draft_to_target")
 
 
 def save(adapter: ExitAdapter, folder: str | Path) -> None:

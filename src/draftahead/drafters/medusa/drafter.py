@@ -25,14 +25,14 @@ from draftahead.core.device import small_tensor
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter, DrafterContext, positive
-from draftahead.drafters.candidates import MAX_NODES
+from draftahead.drafters.candidates import DEFAULT_TREE_NODES
 from draftahead.drafters.medusa import io
 from draftahead.drafters.medusa.heads import MedusaHeads
 from draftahead.drafters.medusa.tree import (
     MedusaNode,
     fixed_tree,
     likeliest_tree,
-    validated_paths,
+    validated_choices,
 )
 from draftahead.drafters.registry import register
 from draftahead.drafters.tree_builder import sampled_chain, top_candidates
@@ -42,8 +42,10 @@ from draftahead.sampling.draft_sampler import scatter_to_vocab
 
 # Candidates of each head, where no tree says which are needed. More find unlikely tokens, at the
 # cost of a longer list to read from the device.
-CANDIDATES = 8
-MIN_CONFIDENCE = 0.01  # nodes below it do not repay their share of the verification
+CANDIDATES_PER_HEAD = 8
+# Nodes below it do not repay their share of the verification. Lower than that of other drafters:
+# all heads have run already.
+MIN_MEDUSA_CONFIDENCE = 0.01
 
 
 @register("medusa")
@@ -58,7 +60,7 @@ class Medusa(Drafter):
         num_speculative_tokens: int | None = None,
         tree: int | list[list[int]] | None = None,
     ) -> None:
-        """A tree that is asked for, by its number of nodes or its paths, is verified as it is; of
+        """A tree that is asked for, by its number of nodes or its choices, is verified as it is; of
         one that came with the heads, the policy verifies as much as pays."""
         if tree is not None and num_speculative_tokens is not None:
             raise ConfigError("give medusa 'tree' or 'num_speculative_tokens', not both")
@@ -68,17 +70,19 @@ class Medusa(Drafter):
         self.count: int | None = None  # tokens of a chain that is sampled
         if num_speculative_tokens is not None:
             self.count = positive("num_speculative_tokens", num_speculative_tokens, len(heads))
-        self.max_nodes = positive("tree", tree) if isinstance(tree, int) else MAX_NODES
-        self.paths = list(heads.choices) if tree is None else []
+        self.max_nodes = positive("tree", tree) if isinstance(tree, int) else DEFAULT_TREE_NODES
+        self.choices = list(heads.choices) if tree is None else []
         if tree is not None and not isinstance(tree, int):
-            self.paths = validated_paths("tree", tree, len(heads))
-        self.num_candidates = 1 + max((max(path) for path in self.paths), default=CANDIDATES - 1)
+            self.choices = validated_choices("tree", tree, len(heads))
+        self.num_candidates = 1 + max(
+            (max(choice) for choice in self.choices), default=CANDIDATES_PER_HEAD - 1
+        )
         self.lm_head = heads.target_lm_head(self.target.model)
         modules = [heads] if self.lm_head is None else [heads, self.lm_head]
         self._linears = SmallBatchLinears(nn.ModuleList(modules))
         self._slots = torch.arange(context.max_batch, device=context.device)
-        self._depths = (int(text_config(self.target.model).num_hidden_layers),)
-        self.target.capture_hidden(self._depths)
+        self._aux_layers = (int(text_config(self.target.model).num_hidden_layers),)
+        self.target.capture_hidden(self._aux_layers)
 
     @one_thread()
     def propose(self, batch: Batch) -> Draft | None:
@@ -91,10 +95,10 @@ class Medusa(Drafter):
         logits = self._logits(batch)
         if self.count is None:
             return self._build_trees(batch, logits, max_depths)
-        tokens, vocab_size = self.heads.tokens, self.target.vocab_size
-        each = (scatter_to_vocab(own, tokens, vocab_size) for own in logits.unbind(1))
-        first = next(each)
-        sampled_chain(batch, self.count, first, None, lambda _: (next(each), None), max_depths)
+        draft_to_target, vocab_size = self.heads.draft_to_target, self.target.vocab_size
+        by_head = (scatter_to_vocab(x, draft_to_target, vocab_size) for x in logits.unbind(1))
+        first = next(by_head)
+        sampled_chain(batch, self.count, first, None, lambda _: (next(by_head), None), max_depths)
         return None  # the draft sampler holds the draft
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -102,7 +106,7 @@ class Medusa(Drafter):
         before_root = [[max(0, len(sequence.tokens) - 2)] for sequence in batch.sequences]
         entries = small_tensor(before_root, torch.int64, self._slots.device)
         slots = self._slots[: len(before_root)]
-        hidden = self.target.hidden_states(self._depths, slots, entries)[:, 0, 0]
+        hidden = self.target.hidden_states(self._aux_layers, slots, entries)[:, 0, 0]
         with self._linears.patched():
             return self.heads.logits(hidden, self.lm_head)[..., : self.target.vocab_size]
 
@@ -118,9 +122,11 @@ class Medusa(Drafter):
         return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
 
     def _tree(self, probs: Sequence[Sequence[float]]) -> list[MedusaNode]:
-        if self.paths:
-            return fixed_tree(self.paths, probs)
-        return likeliest_tree(probs, self.max_nodes, MIN_CONFIDENCE if self.adaptive else 0.0)
+        if self.choices:
+            return fixed_tree(self.choices, probs)
+        return likeliest_tree(
+            probs, self.max_nodes, MIN_MEDUSA_CONFIDENCE if self.adaptive else 0.0
+        )
 
     def _candidates(
         self, batch: Batch, logits: Tensor, max_depths: Sequence[int]
@@ -128,10 +134,10 @@ class Medusa(Drafter):
         """For each sequence and each head up to its depth: the probabilities of the best
         candidates, and their tokens. Reads back once."""
         num_heads = [min(len(self.heads), max_depth) for max_depth in max_depths]
-        at = [(b, head) for b, count in enumerate(num_heads) for head in range(count)]
-        sequences, heads = [b for b, _ in at], [head for _, head in at]
+        pairs = [(b, head) for b, count in enumerate(num_heads) for head in range(count)]
+        sequences, heads = [b for b, _ in pairs], [head for _, head in pairs]
         chains = self._assumed_chains(batch, logits)
-        paths = [tuple(chains[b][:head]) for b, head in at]
+        paths = [tuple(chains[b][:head]) for b, head in pairs]
         found = iter(
             top_candidates(
                 batch,
@@ -139,7 +145,7 @@ class Medusa(Drafter):
                 sequences,
                 paths,
                 self.num_candidates,
-                self.heads.tokens,
+                self.heads.draft_to_target,
             )
         )
         return [list(itertools.islice(found, count)) for count in num_heads]
@@ -147,10 +153,10 @@ class Medusa(Drafter):
     def _assumed_chains(self, batch: Batch, logits: Tensor) -> list[list[int]]:
         """The path that a head's predictions are assumed to follow, [B][K]: the best token of every
         head. Only processors depend on its tokens; without them only its length counts."""
-        if not any(sequence.has_processors for sequence in batch.sequences):
+        if not batch.modifies_logits:
             return [[0] * len(self.heads)] * len(batch.sequences)
         best = logits.argmax(-1)
-        tokens = best if self.heads.tokens is None else self.heads.tokens[best]
+        tokens = best if self.heads.draft_to_target is None else self.heads.draft_to_target[best]
         return tokens.tolist()
 
 
@@ -161,9 +167,10 @@ def _heads(model: Any, target: Any) -> MedusaHeads:
         return io.load(model, target)
     if not isinstance(model, MedusaHeads):
         raise ConfigError(f"drafter 'medusa': {model!r} is no Medusa heads and no path of them")
-    hidden = int(text_config(target).hidden_size)
-    if model.hidden != hidden:
+    hidden_size = int(text_config(target).hidden_size)
+    if model.hidden_size != hidden_size:
         raise ConfigError(
-            f"these heads are for a hidden size of {model.hidden}, and the target's is {hidden}"
+            f"these heads are for a hidden size of {model.hidden_size}, and the target's is "
+            f"{hidden_size}"
         )
     return copy.deepcopy(model).to(device=target.device, dtype=target.dtype)

@@ -17,56 +17,59 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftahead.backends.cpu.linear import output_subset
-from draftahead.drafters.medusa.tree import Path
+from draftahead.drafters.medusa.tree import Choice
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 
 
 class MedusaHeads(nn.Module):
     """`lm_head_sizes`: tokens of the lm_heads that it brings: none (it uses the target's), one for
-    all heads, or one each. `tokens` [D]: the draft vocabulary; None: the target's whole one.
-    `choices`: a tree that calibration data showed to be good."""
+    all heads, or one each. `draft_to_target` [D]: the tokens of the draft vocabulary;
+    None: the target's whole one. `choices`: the tree to draft, as in a file's `medusa_choices`."""
 
     def __init__(
         self,
-        hidden: int,
-        heads: int,
+        hidden_size: int,
+        num_heads: int,
         *,
-        layers: int = 1,
+        num_layers: int = 1,
         lm_head_sizes: Sequence[int] = (),
-        tokens: Tensor | None = None,
-        choices: Sequence[Path] = (),
+        draft_to_target: Tensor | None = None,
+        choices: Sequence[Choice] = (),
     ) -> None:
         super().__init__()
-        self.hidden, self.heads, self.layers = hidden, heads, layers
+        self.hidden_size, self.num_layers = hidden_size, num_layers
+        self._num_heads = num_heads
         self.choices = tuple(choices)
         # The first residual blocks of all heads have the same input: one matrix product for all.
-        self.first = nn.Linear(hidden, heads * hidden)
+        self.first = nn.Linear(hidden_size, num_heads * hidden_size)
         self.deeper = nn.ModuleList(
-            nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(heads))
-            for _ in range(layers - 1)
+            nn.ModuleList(nn.Linear(hidden_size, hidden_size) for _ in range(num_heads))
+            for _ in range(num_layers - 1)
         )
-        self.lm_heads = nn.ModuleList(nn.Linear(hidden, n, bias=False) for n in lm_head_sizes)
-        self.tokens: Tensor | None
-        self.register_buffer("tokens", tokens)
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(hidden_size, size, bias=False) for size in lm_head_sizes
+        )
+        self.draft_to_target: Tensor | None
+        self.register_buffer("draft_to_target", draft_to_target)
         for parameter in (*self.first.parameters(), *self.deeper.parameters()):
             nn.init.zeros_(parameter)  # a new head leaves the hidden state as it is
 
     def __len__(self) -> int:
-        return self.heads
+        return self._num_heads
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The target's last hidden states [..., H] -> those of every head [..., K, H]."""
-        shape = (*hidden.shape[:-1], self.heads, self.hidden)
+        shape = (*hidden.shape[:-1], len(self), self.hidden_size)
         x = hidden[..., None, :] + F.silu(self.first(hidden).view(shape))
         for blocks in self.deeper:
             each = zip(blocks, x.unbind(-2), strict=True)  # type: ignore[call-overload]
             x = x + F.silu(torch.stack([block(own) for block, own in each], -2))
         return x
 
-    def of(self, head: int, hidden: Tensor) -> Tensor:
-        """The same of one head: [..., H] -> [..., H]."""
-        first = slice(head * self.hidden, (head + 1) * self.hidden)
+    def forward_head(self, head: int, hidden: Tensor) -> Tensor:
+        """The forward of one head: [..., H] -> [..., H]."""
+        first = slice(head * self.hidden_size, (head + 1) * self.hidden_size)
         x = hidden + F.silu(F.linear(hidden, self.first.weight[first], self.first.bias[first]))
         for blocks in self.deeper:
             x = x + F.silu(blocks[head](x))  # type: ignore[index]
@@ -91,24 +94,31 @@ class MedusaHeads(nn.Module):
             raise ConfigError(
                 f"{type(model).__name__} has no lm_head that Medusa heads could share"
             )
-        return lm_head if self.tokens is None else output_subset(lm_head, self.tokens)
+        return (
+            lm_head
+            if self.draft_to_target is None
+            else output_subset(lm_head, self.draft_to_target)
+        )
 
     def published_tensors(self) -> dict[str, Tensor]:
         """Views of its tensors by published names, lm_heads by vLLM's: to read or to fill."""
         found: dict[str, Tensor] = {f"lm_heads.{n}": w for n, w in self.lm_heads.named_parameters()}
         for kind in ("weight", "bias"):
-            blocks = [getattr(self.first, kind).unflatten(0, (self.heads, self.hidden))]
+            blocks = [getattr(self.first, kind).unflatten(0, (len(self), self.hidden_size))]
             blocks += [[getattr(block, kind) for block in own] for own in self.deeper]  # type: ignore[attr-defined]
             for layer, own in enumerate(blocks):
-                found |= {f"{head}.{layer}.linear.{kind}": own[head] for head in range(self.heads)}
-        if self.tokens is not None:
-            found["token_map"] = self.tokens
+                found |= {f"{head}.{layer}.linear.{kind}": own[head] for head in range(len(self))}
+        if self.draft_to_target is not None:
+            found["token_map"] = self.draft_to_target
         return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def new_heads(
-    model: Any, count: int, *, layers: int = 1, tokens: Tensor | None = None
+    model: Any, num_heads: int, *, num_layers: int = 1, draft_to_target: Tensor | None = None
 ) -> MedusaHeads:
     """Untrained heads that use the target's lm_head, in float32 on its device."""
-    hidden = int(text_config(model).hidden_size)
-    return MedusaHeads(hidden, count, layers=layers, tokens=tokens).to(model.device)
+    hidden_size = int(text_config(model).hidden_size)
+    heads = MedusaHeads(
+        hidden_size, num_heads, num_layers=num_layers, draft_to_target=draft_to_target
+    )
+    return heads.to(model.device)

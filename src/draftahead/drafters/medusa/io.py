@@ -18,7 +18,7 @@ from draftahead.drafters.head_files import (
     write_head,
 )
 from draftahead.drafters.medusa.heads import MedusaHeads
-from draftahead.drafters.medusa.tree import validated_paths
+from draftahead.drafters.medusa.tree import validated_choices
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 
@@ -48,11 +48,11 @@ def load(source: str | Path, model: Any) -> MedusaHeads:
     heads = _empty_heads(tensors, file, model)
     published = heads.published_tensors()
     biases = {name: zeros for name, zeros in published.items() if name.endswith(".bias")}
-    by = f"for this target, whose hidden size is {heads.hidden},"
+    by = f"for this target, whose hidden size is {heads.hidden_size},"
     fill(published, {**biases, **tensors}, file, what="Medusa head", by=by)  # some have no biases
     choices = config_beside(file).get("medusa_choices")
     if choices is not None:
-        heads.choices = tuple(validated_paths("medusa_choices", choices, len(heads)))
+        heads.choices = tuple(validated_choices("medusa_choices", choices, len(heads)))
     return heads.to(model.device).eval().requires_grad_(False)
 
 
@@ -83,27 +83,30 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
         raise ConfigError(f"{file} holds no Medusa heads")
     num_heads = 1 + max(int(parts[0]) for parts in indices)
     num_layers = 1 + max(int(parts[1]) for parts in indices)
-    tokens, vocab_size = tensors.get("token_map"), int(text_config(model).vocab_size)
-    if tokens is not None:
-        check_tokens(tokens, vocab_size, f"{file}: token_map")
+    draft_to_target, vocab_size = tensors.get("token_map"), int(text_config(model).vocab_size)
+    if draft_to_target is not None:
+        check_tokens(draft_to_target, vocab_size, f"{file}: token_map")
     lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
     if len(lm_heads) not in (0, 1, num_heads):
         raise ConfigError(f"{file} has {num_heads} heads and {len(lm_heads)} lm_heads")
-    if tokens is not None and len(lm_heads) == 1:
+    if draft_to_target is not None and len(lm_heads) == 1:
         # An lm_head over all tokens beside a token_map: only its tokens are used, as by vLLM.
         vocab_rows = tensors[lm_heads[0]]
-        if len(tokens) < len(vocab_rows) and int(tokens.max()) < len(vocab_rows):
-            tensors[lm_heads[0]] = vocab_rows[tokens]
+        size = len(vocab_rows)
+        if len(draft_to_target) < size and int(draft_to_target.max()) < size:
+            tensors[lm_heads[0]] = vocab_rows[draft_to_target]
     sizes = [len(tensors[name]) for name in lm_heads]
-    size, slack = (vocab_size, VOCAB_PADDING) if tokens is None else (len(tokens), 1)
+    size, slack = (
+        (vocab_size, VOCAB_PADDING) if draft_to_target is None else (len(draft_to_target), 1)
+    )
     if other := [own for own in sizes if abs(own - size) >= slack]:
         raise ConfigError(f"{file} holds heads for {other[0]} tokens, and the target has {size}")
     return MedusaHeads(
         int(text_config(model).hidden_size),
         num_heads,
-        layers=num_layers,
+        num_layers=num_layers,
         lm_head_sizes=sizes,
-        tokens=tokens,
+        draft_to_target=draft_to_target,
     ).to(model.dtype)
 
 
@@ -124,7 +127,7 @@ def save(
     tensors = heads.published_tensors()
     is_shared = len(heads.lm_heads) < len(heads)
     for index in range(len(heads.lm_heads)):
-        name = "lm_head.weight" if is_shared else f"{index}.{heads.layers}.weight"
+        name = "lm_head.weight" if is_shared else f"{index}.{heads.num_layers}.weight"
         tensors[name] = tensors.pop(f"lm_heads.{index}.weight")
     if lm_head is not None:
         tensors["lm_head.weight"] = dequantized_state(lm_head)["weight"]
@@ -137,17 +140,17 @@ def _config_of(heads: MedusaHeads, vocab_size: int, target: str, is_shared: bool
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "base_model_name_or_path": target or None,
-        "hidden_size": heads.hidden,
+        "hidden_size": heads.hidden_size,
         "vocab_size": vocab_size,
         "medusa_num_heads": len(heads),
-        "medusa_num_layers": heads.layers,
+        "medusa_num_layers": heads.num_layers,
         "medusa_fc_bias": True,
         "original_lm_head": is_shared,
     }
     if is_shared:
         config["version"] = "2"
-    if heads.tokens is not None:
-        config["truncated_vocab_size"] = len(heads.tokens)
+    if heads.draft_to_target is not None:
+        config["truncated_vocab_size"] = len(heads.draft_to_target)
     if heads.choices:
-        config["medusa_choices"] = [list(path) for path in heads.choices]
+        config["medusa_choices"] = [list(choice) for choice in heads.choices]
     return config

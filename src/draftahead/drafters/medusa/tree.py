@@ -15,11 +15,11 @@ from draftahead.core import tree
 from draftahead.errors import ConfigError
 from draftahead.models.verifier import MAX_NODES
 
-Path = tuple[int, ...]  # the index of a candidate for each head
+Choice = tuple[int, ...]  # a path: the index of a candidate for each head
 
 
 class MedusaNode(NamedTuple):
-    path: Path
+    path: Choice
     parent: int  # index in the tree; the root is 0
     confidence: float
 
@@ -41,12 +41,12 @@ def likeliest_tree(
     return tree.best_first(roots, children, max_nodes, min_confidence, tie_break=lambda n: n.path)
 
 
-def fixed_tree(paths: Sequence[Path], probs: Sequence[Sequence[float]]) -> list[MedusaNode]:
+def fixed_tree(choices: Sequence[Choice], probs: Sequence[Sequence[float]]) -> list[MedusaNode]:
     """The nodes of a given tree, parents first, as far as there are candidates: a part of `probs`
     may be left out."""
     found: list[MedusaNode] = []
-    index: dict[Path, int] = {(): 0}
-    for path in paths:
+    index: dict[Choice, int] = {(): 0}
+    for path in choices:
         own = [p[i] for p, i in zip(probs, path, strict=False) if i < len(p)]
         if len(own) == len(path):
             index[path] = len(index)
@@ -54,9 +54,9 @@ def fixed_tree(paths: Sequence[Path], probs: Sequence[Sequence[float]]) -> list[
     return found
 
 
-def validated_paths(name: str, paths: Any, num_heads: int) -> list[Path]:
-    """Paths as in Medusa's `medusa_choices`, checked, parents first. `name`: for the errors."""
-    given: list[Any] = list(paths) if isinstance(paths, list | tuple) else []
+def validated_choices(name: str, choices: Any, num_heads: int) -> list[Choice]:
+    """Choices as in Medusa's `medusa_choices`, checked, parents first. `name`: for the errors."""
+    given: list[Any] = list(choices) if isinstance(choices, list | tuple) else []
     are_lists = all(isinstance(path, list | tuple) and path for path in given)
     are_indices = are_lists and all(type(i) is int and i >= 0 for path in given for i in path)
     if not are_indices or not 1 <= len(given) < MAX_NODES:
