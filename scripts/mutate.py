@@ -50,13 +50,16 @@ def _files(folder: str, names: str) -> list[str]:
 # Each target: its file, and its tests: those that catch most in a moment, then others.
 Gate = tuple[list[str], list[str]]
 ACCEPTANCE: Gate = (
-    _files("sampling", "sibling_rejection matching block_verification")
+    _files("sampling", "token_rejection deterministic_acceptance block_verification")
     + _files("sampling", "acceptance_noise acceptance_not_finite"),
     _files("sampling", "typical_acceptance acceptance_enumerated truncation processors"),
 )
 SAMPLING: Gate = (
-    _files("sampling", "processors logprobs matching draft_sampler noise_coupled_drafting"),
-    _files("sampling", "sibling_rejection block_verification truncation typical_acceptance")
+    _files(
+        "sampling",
+        "processors logprobs deterministic_acceptance draft_sampler noise_coupled_drafting",
+    ),
+    _files("sampling", "token_rejection block_verification truncation typical_acceptance")
     + _files("sampling", "acceptance_enumerated")
     + _files("engine", "drafter_isolation"),
 )

@@ -129,7 +129,7 @@ def verdicts(
 ) -> Iterator[tuple[float, list[int], torch.Tensor]]:
     """Every outcome of the acceptance tests: probability, accepted tokens, distribution of the own
     token."""
-    known, _ = draft.read(torch.empty(1, 0, dtype=torch.long))
+    known, _ = draft.to_host()
     paths = tree.paths(known.tokens[0], known.parents[0])
     logits = torch.stack([world.logits("target", world.prompt + path) for path in paths])[None]
     batch = world.batch(sequence)
@@ -189,35 +189,6 @@ def sampled_drafts(
             yield probability, draft, sequence
 
 
-def sibling_trees(world: World) -> list[tuple[float, Draft]]:
-    """Every tree of this shape, with its probability: two children of the root drawn without
-    replacement, two below the first of them, and one below the first of those."""
-    prompt, found = world.prompt, []
-
-    def drafter_probs(path: tuple[int, ...]) -> torch.Tensor:
-        return world.logits("drafter", prompt + path).softmax(-1)
-
-    def pairs(path: tuple[int, ...]) -> Iterator[tuple[float, int, int]]:
-        """Two different tokens, and the probability that they are drawn in this order."""
-        q = drafter_probs(path)
-        for one, other in itertools.permutations(range(VOCAB_SIZE), 2):
-            if q[one] > 0 and q[other] > 0 and q[one] < 1:
-                yield float(q[one] * q[other] / (1 - q[one])), one, other
-
-    nothing = torch.zeros(VOCAB_SIZE, dtype=torch.float64)
-    for at_root, a, b in pairs(()):
-        for below_a, c, d in pairs((a,)):
-            for e in range(VOCAB_SIZE):
-                probability = at_root * below_a * float(drafter_probs((a, c))[e])
-                if probability > 0:
-                    guesses = [(a, 0), (b, 0), (c, 1), (d, 1), (e, 3)]
-                    q = [drafter_probs(()), drafter_probs((a,)), nothing, drafter_probs((a, c))]
-                    probs = torch.stack([*q, nothing, nothing])[None]
-                    draft = Draft.trees([prompt[-1]], [guesses])
-                    found.append((probability, dataclasses.replace(draft, probs=probs)))
-    return found
-
-
 def drafted_distribution(
     world: World,
     depth: int,
@@ -231,7 +202,7 @@ def drafted_distribution(
     for probability, drawn, sequence in sampled_drafts(world, depth, choose):
         draft: Draft | DeviceDraft = drawn
         if corrupt:
-            draft = corrupt(drawn.read(drawn.token_tensor[:, :0])[0])
+            draft = corrupt(drawn.to_host()[0])
         add_step(found, probability, draft, world, sequence, rule, depth + 1)
     return {text: p for text, p in found.items() if p > 1e-15}
 

@@ -11,7 +11,6 @@ from draftahead.core.draft import CONFIDENCE_SCALE, DeviceDraft, Draft
 from drafted import ZeroTimer
 
 ROOTS = [7, 8]
-NOTHING = torch.empty(2, 0, dtype=torch.long)
 
 
 def test_chains_of_unequal_length() -> None:
@@ -55,29 +54,29 @@ def test_trees_without_branches_are_chains() -> None:
     assert not Draft([[7, 1, 2], [8, 3, 4]], [[-1, 0, 1], [-1, 0, 0]], [3, 3]).is_chain
 
 
-def test_the_part_of_a_draft_keeps_its_shape_and_confidence() -> None:
+def test_a_subset_of_a_draft_keeps_its_shape_and_confidence() -> None:
     draft = Draft.trees(ROOTS, [[(1, 0), (2, 0), (3, 1)], [(4, 0)]], [[0.5, 0.4, 0.3], [0.2]])
-    part = draft.part([[0, 1, 3], [0]])
-    assert part.tokens == [[7, 1, 3], [8, 8, 8]]
-    assert part.parents == [[-1, 0, 1]] * 2
-    assert part.num_nodes == [3, 1]
-    assert part.confidence == [[0.5, 0.3], []]
-    assert draft.part([[0, 1, 2, 3], [0, 1]]) is draft
+    subset = draft.subset([[0, 1, 3], [0]])
+    assert subset.tokens == [[7, 1, 3], [8, 8, 8]]
+    assert subset.parents == [[-1, 0, 1]] * 2
+    assert subset.num_nodes == [3, 1]
+    assert subset.confidence == [[0.5, 0.3], []]
+    assert draft.subset([[0, 1, 2, 3], [0, 1]]) is draft
 
 
-def test_a_draft_on_the_host_reads_what_was_found() -> None:
+def test_to_host_of_a_host_draft_copies_the_extra_tensor() -> None:
     draft = Draft.chains(ROOTS, [[1], [3]])
     found = torch.tensor([[5, 6, 4], [9, 9, 1]])
-    assert draft.read(found) == (draft, found.tolist())
+    assert draft.to_host(found) == (draft, found.tolist())
 
 
-def test_a_chain_on_a_device_is_read_with_what_was_found() -> None:
+def test_to_host_copies_a_chain_and_the_extra_tensor() -> None:
     found = torch.tensor([[5, 6, 4], [9, 9, 1]])
     probs = torch.rand(2, 2, 3)
     draft = DeviceDraft(ROOTS, torch.tensor([[7, 1], [8, 3]]), [2, 1], probs)
     assert draft.is_chain
     assert draft.parent_tensor.tolist() == [[-1, 0]] * 2
-    known, others = draft.read(found)
+    known, others = draft.to_host(found)
     assert others == found.tolist()
     assert (known.tokens, known.parents, known.num_nodes) == (
         [[7, 1], [8, 3]],
@@ -86,6 +85,24 @@ def test_a_chain_on_a_device_is_read_with_what_was_found() -> None:
     )
     assert known.probs is probs
     assert known.confidence is None
+
+
+class OnAnotherDevice(torch.Tensor):
+    """A tensor that must be moved before anything else is done with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.to:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        with torch._C.DisableTorchFunctionSubclass():
+            return args[0].as_subclass(torch.Tensor)
+
+
+def test_tokens_on_another_device_than_the_target_are_copied_too() -> None:
+    draft = DeviceDraft(ROOTS, torch.tensor([[7, 1], [8, 3]]), [2, 1])
+    host_draft, extra = draft.to_host(torch.tensor([[5], [6]]).as_subclass(OnAnotherDevice))
+    assert host_draft.tokens == [[7, 1], [8, 3]]
+    assert extra == [[5], [6]]
 
 
 # ------------------------------------------------------------------- trees that a device builds
@@ -101,7 +118,7 @@ def built(parents: list[list[int]], confidence: Any = CONFIDENCE) -> DeviceDraft
     return DeviceDraft.of_trees(ROOTS, trees, ZeroTimer())
 
 
-def test_a_tree_on_a_device_is_validated_when_it_is_read() -> None:
+def test_to_host_validates_a_tree() -> None:
     """Its root is the batch's own; a confidence is at most that of the parent, and not negative."""
     draft = built(PARENTS)
     assert not draft.is_chain
@@ -109,7 +126,7 @@ def test_a_tree_on_a_device_is_validated_when_it_is_read() -> None:
     assert draft.token_tensor.tolist() == TOKENS
     assert draft.parent_tensor.tolist() == PARENTS
     found = torch.tensor([[31, 32], [33, 34]])
-    known, others = draft.read(found)
+    known, others = draft.to_host(found)
     assert others == found.tolist()
     assert known.tokens == [[7, 1, 2, 3], [8, 4, 5, 6]]
     assert known.parents == [[-1, 0, 0, 2], [-1, 0, 1, 2]]
@@ -120,7 +137,7 @@ def test_a_tree_on_a_device_is_validated_when_it_is_read() -> None:
 @pytest.mark.parametrize("wrong", [[-1, 0, 2, 1], [-1, 1, 0, 0], [-1, 0, -1, 0], [-1, 0, 0, 3]])
 def test_what_is_no_tree_counts_as_its_root(wrong: list[int]) -> None:
     """A parent stands before its children. The other sequence is not affected."""
-    known, _ = built([PARENTS[0], wrong]).read(NOTHING)
+    known, _ = built([PARENTS[0], wrong]).to_host()
     assert known.tokens == [[7, 1, 2, 3], [8, 8, 8, 8]]
     assert known.parents == [[-1, 0, 0, 2], [-1, 0, 0, 0]]
     assert known.num_nodes == [4, 1]
@@ -129,5 +146,5 @@ def test_what_is_no_tree_counts_as_its_root(wrong: list[int]) -> None:
 
 def test_a_confidence_above_one_is_one() -> None:
     confidence = [[1.0, 3.0, 2.0, 1.5], [1.0, 1.0, 0.5, 0.75]]
-    known, _ = built(PARENTS, confidence).read(NOTHING)
+    known, _ = built(PARENTS, confidence).to_host()
     assert known.confidence == [[1.0, 1.0, 1.0], [1.0, 0.5, 0.5]]

@@ -1,4 +1,4 @@
-"""Trees by hand: depths, ancestors, their bits, children, paths."""
+"""Trees by hand: depths, ancestors, their bits, paths."""
 
 from __future__ import annotations
 
@@ -48,10 +48,32 @@ def test_the_last_of_64_nodes_has_the_sign_bit() -> None:
     assert tree.ancestor_bits([-1] + [0] * 63)[63] == 1 - 2**63
 
 
-def test_children_in_the_order_they_were_drafted() -> None:
-    parents = [-1, 0, 0, 1, 0, 3, 1, 0, 0]
-    assert tree.children(parents, 7) == [[1, 2, 4], [3, 6], [], [5], [], [], []]
-    assert tree.children(parents, 1) == [[]]
+@pytest.mark.parametrize("size", [1, 2, 5, 8, 9, 64])
+def test_depth_tensor_has_the_depths_of_every_node(size: int) -> None:
+    trees = [tree.chain(size), *(random_parents(seed, size) for seed in range(3))]
+    expected = [tree.depths(parents) for parents in trees]
+    assert tree.depth_tensor(torch.tensor(trees)).tolist() == expected
+
+
+def test_depth_tensor_of_invalid_trees_stays_in_range() -> None:
+    depths = tree.depth_tensor(torch.tensor([[5, 2, 1, 99], [-9, -9, 3, 2]]))
+    assert depths[:, 0].tolist() == [0, 0]
+    assert 0 <= int(depths.min()) <= int(depths.max()) <= 3
+
+
+def test_chains_and_valid_trees_are_recognised() -> None:
+    assert tree.chain(3) == [-1, 0, 1]
+    assert tree.is_chain([-1])
+    assert tree.is_chain([-1, 0, 1])
+    assert not tree.is_chain([-1, 0, 0])
+    for parents in ([-1], [-1, 0, 0, 1, 3]):
+        assert tree.is_valid(parents)
+    for parents in ([-1, 1], [-1, 0, -1], [-1, 2, 1]):
+        assert not tree.is_valid(parents)
+
+
+def test_no_confidence_is_above_that_of_its_parent() -> None:
+    assert tree.limit_to_parents([1.5, 0.5, 0.75, 0.25], [-1, 0, 1, 2, 1]) == [1, 0.5, 0.5, 0.25]
 
 
 # ------------------------------------------------------------------------------ parts of a tree
@@ -65,13 +87,13 @@ def test_the_most_confident_nodes_of_equals_the_earlier(count: int, nodes: list[
     assert tree.most_confident([0.5, 0.9, 0.5, 0.1], count) == nodes
 
 
-def test_parents_of_a_part_and_the_trunk() -> None:
+def test_parents_of_a_part_and_the_chain_of_first_children() -> None:
     parents = [-1, 0, 0, 1, 2, 3]
-    assert tree.reindexed(parents, [0, 2, 4]) == [-1, 0, 1]
-    assert tree.reindexed(parents, [0, 1, 2, 3, 5]) == [-1, 0, 0, 1, 3]
-    assert tree.trunk(parents, range(6)) == [0, 1, 3, 5]
-    assert tree.trunk(parents, [0, 2, 3, 4]) == [0, 2, 4]
-    assert tree.trunk(parents, []) == [0]
+    assert tree.reindex(parents, [0, 2, 4]) == [-1, 0, 1]
+    assert tree.reindex(parents, [0, 1, 2, 3, 5]) == [-1, 0, 0, 1, 3]
+    assert tree.first_child_chain(parents, range(6)) == [0, 1, 3, 5]
+    assert tree.first_child_chain(parents, [0, 2, 3, 4]) == [0, 2, 4]
+    assert tree.first_child_chain(parents, []) == [0]
 
 
 class Word(NamedTuple):

@@ -17,10 +17,8 @@ from toy import (
     PLAIN,
     VOCAB_SIZE,
     World,
-    add_step,
     drafted_distribution,
     sampled_drafts,
-    sibling_trees,
     total_variation,
     verdicts,
 )
@@ -67,17 +65,6 @@ def test_block_verification_accepts_at_least_as_much_as_token_rejection() -> Non
         assert mean["block"] >= mean["token"] - 1e-12
         better += mean["block"] > mean["token"] + 1e-3
     assert better  # and in some cases strictly more
-
-
-@pytest.mark.parametrize("seed", [1, 4, 7])
-def test_sampled_siblings_keep_the_distribution(seed: int) -> None:
-    world = World(seed, PLAIN)
-    trees = sibling_trees(world)
-    assert abs(sum(p for p, _ in trees) - 1) < 1e-12
-    found: dict[tuple[int, ...], float] = {}
-    for probability, draft in trees:
-        add_step(found, probability, draft, world, world.sequence(), "block", 4)
-    assert total_variation(found, world.output_distribution(4)) < 1e-12
 
 
 @pytest.mark.parametrize("seed", range(4))

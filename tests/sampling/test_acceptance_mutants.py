@@ -18,9 +18,7 @@ from toy import (
     PLAIN,
     VOCAB_SIZE,
     World,
-    add_step,
     drafted_distribution,
-    sibling_trees,
     total_variation,
 )
 
@@ -89,10 +87,6 @@ TOKEN_MUTANTS: dict[str, Patch] = {
     ),
     "accepts always": (accept, "accept_probability", lambda p, q, token: torch.ones(())),
 }
-SIBLING_MUTANTS: dict[str, Patch] = {
-    "siblings with replacement": (accept, "without", lambda q, token: q),
-    "younger siblings against p": (accept, "residual", lambda p, q: p),
-}
 
 
 def error(rule: accept.AcceptanceRule, params: str = "plain", **options: Any) -> float:
@@ -118,20 +112,6 @@ def test_mutant_of_block_verification_is_detected(
 def test_mutant_of_token_rejection_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*TOKEN_MUTANTS[name])
     assert error("token") > DETECTED
-
-
-@pytest.mark.parametrize("name", SIBLING_MUTANTS)
-def test_mutant_of_sibling_rejection_is_detected(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(*SIBLING_MUTANTS[name])
-    errors = []
-    for seed in (1, 4, 7):
-        world, found = World(seed, PLAIN), {}
-        for probability, draft in sibling_trees(world):
-            add_step(found, probability, draft, world, world.sequence(), "block", 4)
-        errors.append(total_variation(found, world.output_distribution(4)))
-    assert max(errors) > DETECTED
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])

@@ -54,8 +54,8 @@ def test_no_two_uses_of_noise_share_a_key(
     keys = [key for _, key in used]
     assert len(set(keys)) == len(keys)
     assert not target_keys & {key for stage, key in used if stage == "draft"}
-    # A block has a test for each node; siblings one key for each node, also for the leaf.
-    assert len(keys) == 2 * 2 * (2 + 3 + 1)
+    # Block verification has a test for each node, token rejection one for each drafted token.
+    assert len(keys) == 2 * 2 * (2 + (3 if rule == "block" else 2) + 1)
 
 
 @pytest.mark.parametrize("seed", range(8))

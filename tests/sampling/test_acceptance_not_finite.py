@@ -125,6 +125,28 @@ def test_point_mass_drafts_end_at_a_node_without_a_distribution(
     assert list(verdict.errors) == [0]
 
 
+@pytest.mark.parametrize("lossless", [True, False])
+def test_a_processor_that_failed_elsewhere_is_not_reported_for_a_node(lossless: bool) -> None:
+    """Neither at a rejected node of this step nor in the step before."""
+
+    def fails_after_3(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids[0, -1] == 3:
+            raise RuntimeError("boom")
+        return scores
+
+    params = dataclasses.replace(GREEDY, processors=(fails_after_3,))
+    worlds = BatchedWorlds([[(3, 0), (1, 0)]], [params])
+    worlds.logits[:] = torch.tensor([0.0, 9, 0, 0])  # token 1 is certain
+    assert not worlds.accept(lossless=lossless).errors
+    worlds.logits[0, 2] = math.nan
+    verdict = worlds.accept(lossless=lossless)
+    assert verdict.tokens == [[1]]
+    assert isinstance(verdict.errors[0], NonFiniteLogitsError)
+    worlds.logits[:] = math.nan
+    worlds.sequences[0].processor_errors[()] = ProcessorError("of the step before")
+    assert isinstance(worlds.accept(lossless=lossless).errors[0], NonFiniteLogitsError)
+
+
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("sampled", [True, False])
 def test_the_error_of_a_failed_processor_is_the_one_reported(

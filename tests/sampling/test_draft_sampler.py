@@ -52,7 +52,7 @@ def test_drafts_are_no_deeper_than_max_depths() -> None:
     assert (draft.num_nodes, draft.width) == ([2, 4], 4)
     assert draft.probs is not None
     assert draft.probs.shape == (2, 4, VOCAB_SIZE)  # of every node
-    known, others = draft.read(torch.tensor([[7], [8]]))
+    known, others = draft.to_host(torch.tensor([[7], [8]]))
     assert others == [[7], [8]]
     assert [tokens[1:size] for tokens, size in zip(known.tokens, known.num_nodes, strict=True)] == (
         sampler.chains
@@ -105,7 +105,7 @@ def test_tokens_are_drawn_from_the_recorded_distributions_with_keys_of_their_own
     assert draft.probs is not None
     assert torch.equal(draft.probs[:, :3], torch.stack(recorded, 1))
     assert not draft.probs[:, 3].any()  # a leaf has no children
-    known, _ = draft.read(torch.empty(2, 0, dtype=torch.long))
+    known, _ = draft.to_host()
     assert known.num_nodes == [4, 4]
     assert known.tokens == [[1, *chain] for chain in sampler.chains]
     assert known.parents == [[-1, 0, 1, 2]] * 2

@@ -22,7 +22,7 @@ from transformers import (
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.errors import ProcessorError
 from draftahead.sampling.noise import NodeContext
-from draftahead.sampling.processors import probs_of, processed
+from draftahead.sampling.processors import probs_of, process_logits
 from draftahead.sampling.sample import sample_target
 from toy import END, PLAIN, World, context_of
 
@@ -90,7 +90,7 @@ def test_penalties_by_hand() -> None:
     )
     sequence = World(0, params, prompt=(0, 1)).sequence()
     sequence.tokens += [2, 2]
-    found = processed(torch.tensor([[4.0, -4.0, 4.0, 4.0]]), [NodeContext(sequence, (1,))])
+    found = process_logits(torch.tensor([[4.0, -4.0, 4.0, 4.0]]), [NodeContext(sequence, (1,))])
     # 0: in the prompt. 1: in the prompt, and drafted once. 2: twice in the output. 3: biased.
     assert found.tolist() == [[2.0, -8.0 - 0.75, 2.0 - 1.0, 5.0]]
 
@@ -139,7 +139,7 @@ def test_half_precision_is_computed_in_single_and_double_stays_double() -> None:
         probs = probs_of(logits.to(dtype), [context_of()])
         assert probs.dtype == expected
         assert torch.equal(probs, logits.to(dtype).to(expected).softmax(-1))
-        biased = processed(logits.to(dtype), [context_of(logit_bias={1: 1.0})])
+        biased = process_logits(logits.to(dtype), [context_of(logit_bias={1: 1.0})])
         assert biased.dtype == expected
 
 
@@ -157,7 +157,7 @@ def logits_after(
     sequence.tokens += output
     logits = torch.tensor([[0.0, 1.0, 2.0, -3.0]])
     before = logits.clone()
-    found: list[float] = processed(logits, [NodeContext(sequence, path)])[0].tolist()
+    found: list[float] = process_logits(logits, [NodeContext(sequence, path)])[0].tolist()
     assert torch.equal(logits, before)  # what was given is not written to
     return found
 
@@ -230,10 +230,10 @@ def test_a_processor_that_fails_leaves_its_own_node_without_a_distribution() -> 
 
     for processor, message in ((fails, "RuntimeError: boom"), (too_narrow, "made [3] out of [4]")):
         contexts = [context_of(), context_of(processors=[processor])]
-        found = processed(torch.zeros(2, 4), contexts)
+        found = process_logits(torch.zeros(2, 4), contexts)
         assert found[0].tolist() == [0] * 4
         assert found[1].isnan().all()
-        fault = contexts[1].sequence.fault
-        assert isinstance(fault, ProcessorError)
-        assert message in str(fault)
-        assert contexts[0].sequence.fault is None
+        error = contexts[1].sequence.processor_errors[()]
+        assert isinstance(error, ProcessorError)
+        assert message in str(error)
+        assert not contexts[0].sequence.processor_errors

@@ -216,7 +216,7 @@ class Policy:
         worths = self._worths(draft)
         width = self.width(worths)
         self.tally.declined += width == 1
-        return draft.part([tree.most_confident(row, width - 1) for row in worths])
+        return draft.subset([tree.most_confident(row, width - 1) for row in worths])
 
     def note_no_draft(self) -> None:
         self.tally.nothing += 1

@@ -26,7 +26,7 @@ class Draft:
 
     tokens: list[list[int]]  # [B][N]
     parents: list[list[int]]  # [B][N]; -1 for the root; a parent stands before its children
-    num_nodes: list[int]  # [B] the root included; nodes behind are padding, children of the root
+    num_nodes: list[int]  # [B] the root included; the nodes after them are padding
     # [b][n] the probability that node n + 1 is accepted; at most that of its parent. A drafter that
     # states it leaves it to the policy how many nodes are verified.
     confidence: list[list[float]] | None = None
@@ -45,19 +45,18 @@ class Draft:
     @cached_property
     def is_chain(self) -> bool:
         """Whether no tree branches."""
-        chain = list(range(-1, self.width - 1))
-        return all(parents == chain for parents in self.parents)
+        return all(tree.is_chain(parents) for parents in self.parents)
 
     @property
     def width(self) -> int:
         """N: the nodes of the largest tree, to which the others are padded."""
         return len(self.tokens[0])
 
-    def read(self, found: Tensor) -> tuple[Draft, list[list[int]]]:
-        """The draft and `found` [B, M] on the host: see DeviceDraft."""
-        return self, found.tolist()
+    def to_host(self, extra: Tensor | None = None) -> tuple[Draft, list[list[int]]]:
+        """The draft and `extra` [B, M] on the host: see DeviceDraft."""
+        return self, [] if extra is None else extra.tolist()
 
-    def part(self, kept: Sequence[Sequence[int]]) -> Draft:
+    def subset(self, kept: Sequence[Sequence[int]]) -> Draft:
         """The draft with these nodes only: of each tree ascending, the root first, none without its
         parent."""
         if all(len(nodes) == size for nodes, size in zip(kept, self.num_nodes, strict=True)):
@@ -65,7 +64,7 @@ class Draft:
         assert self.probs is None, "leaving out drawn tokens would bias the output"
         trees, confidence = [], []
         for b, nodes in enumerate(kept):
-            parents = tree.reindexed(self.parents[b], nodes)
+            parents = tree.reindex(self.parents[b], nodes)
             tokens = [self.tokens[b][n] for n in nodes[1:]]
             trees.append(list(zip(tokens, parents[1:], strict=True)))
             if self.confidence is not None:
@@ -90,7 +89,7 @@ class Draft:
             [root, *chain] + [root] * (width - 1 - len(chain))
             for root, chain in zip(roots, guesses, strict=True)
         ]
-        parents = [list(range(-1, width - 1))] * len(tokens)
+        parents = [tree.chain(width)] * len(tokens)
         return Draft(tokens, parents, [1 + len(chain) for chain in guesses], confidence)
 
     @staticmethod
@@ -107,7 +106,7 @@ class Draft:
         tokens, parents = [], []
         for root, pairs in zip(roots, trees, strict=True):
             padding = width - 1 - len(pairs)
-            # Padding hangs below the root: no path leads there, and it costs no depth.
+            # Padding nodes are children of the root, so that they do not make the tree deeper.
             tokens.append([root, *[token for token, _ in pairs], *[root] * padding])
             parents.append([-1, *[parent for _, parent in pairs], *[0] * padding])
         return Draft(tokens, parents, [1 + len(pairs) for pairs in trees], confidence)
@@ -125,8 +124,8 @@ class DeviceTimer(Protocol):
 
 @dataclass(frozen=True)
 class DeviceDraft:
-    """A draft whose tokens lie on a device and are not known to the host: it is verified as it is,
-    and read back with the verdict, in one wait for the device."""
+    """A draft on a device. It is verified without a copy on the host; its tokens are copied to the
+    host together with the verdict, in one synchronisation."""
 
     roots: list[int]
     token_tensor: Tensor  # [B, N] int64
@@ -135,7 +134,7 @@ class DeviceDraft:
     # [B, 3, N] int64: tokens, parents, and confidence in units of 1 / CONFIDENCE_SCALE. None: a
     # chain without confidence.
     trees: Tensor | None = None
-    timer: DeviceTimer | None = None  # of building the trees, and of verifying them
+    timer: DeviceTimer | None = None  # two laps: build, verify
 
     @property
     def is_chain(self) -> bool:
@@ -158,31 +157,27 @@ class DeviceDraft:
         batch, _, width = trees.shape
         return DeviceDraft(roots, trees[:, 0], [width] * batch, trees=trees, timer=timer)
 
-    def read(self, found: Tensor) -> tuple[Draft, list[list[int]]]:
-        """The draft on the host, and with it `found` [B, M], which lies on the same device."""
-        own = self.token_tensor if self.trees is None else self.trees.flatten(1)
-        rows = torch.cat([own, found], 1).tolist()
-        drafted = [row[: own.shape[1]] for row in rows]
-        others = [row[own.shape[1] :] for row in rows]
-        if self.trees is None:
-            parents = [list(range(-1, self.width - 1))] * len(rows)
-            return Draft(drafted, parents, self.num_nodes, probs=self.probs), others
-        return self._validated(drafted), others
+    def to_host(self, extra: Tensor | None = None) -> tuple[Draft, list[list[int]]]:
+        """The draft on the host and `extra` [B, M] with it, in one copy if both are on one device.
 
-    def _validated(self, rows: list[list[int]]) -> Draft:
-        """Trees by rows of tokens, parents and confidence. They were verified unseen; a row that is
-        no tree counts as its root alone."""
-        width, sizes = self.width, list(self.num_nodes)
+        Trees were verified before the host saw them: one that is invalid becomes its root alone.
+        """
+        packed = self.token_tensor if self.trees is None else self.trees.flatten(1)
+        extra = packed[:, :0] if extra is None else extra.to(packed.device)
+        rows = torch.cat([packed, extra], 1).tolist()
+        extra_rows = [row[packed.shape[1] :] for row in rows]
+        width, num_nodes = self.width, list(self.num_nodes)
+        if self.trees is None:
+            tokens, parents = [row[:width] for row in rows], [tree.chain(width)] * len(rows)
+            return Draft(tokens, parents, num_nodes, probs=self.probs), extra_rows
         tokens, parents, confidence = [], [], []
         for b, (root, row) in enumerate(zip(self.roots, rows, strict=True)):
-            own_tokens, own_parents = [root, *row[1:width]], [-1, *row[width + 1 : 2 * width]]
-            if not all(0 <= parent < node for node, parent in enumerate(own_parents[1:], 1)):
-                own_tokens, own_parents = [root] * width, [-1] + [0] * (width - 1)
-                sizes[b] = 1
-            own = [1.0]
-            for node, value in enumerate(row[2 * width + 1 : 3 * width][: sizes[b] - 1], start=1):
-                own.append(min(max(0.0, value / CONFIDENCE_SCALE), own[own_parents[node]]))
-            tokens.append(own_tokens)
-            parents.append(own_parents)
-            confidence.append(own[1:])
-        return Draft(tokens, parents, sizes, confidence)
+            tokens.append([root, *row[1:width]])
+            parents.append([-1, *row[width + 1 : 2 * width]])
+            if not tree.is_valid(parents[b]):
+                tokens[b], parents[b] = [root] * width, [-1] + [0] * (width - 1)
+                num_nodes[b] = 1
+            values = row[2 * width + 1 : 2 * width + num_nodes[b]]
+            stated = [max(0.0, value / CONFIDENCE_SCALE) for value in values]
+            confidence.append(tree.limit_to_parents(stated, parents[b]))
+        return Draft(tokens, parents, num_nodes, confidence), extra_rows

@@ -84,7 +84,7 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def has_penalties(self) -> bool:
+    def modifies_logits(self) -> bool:
         """Whether the distribution at a node depends on more than its logits: on the tokens before
         it, on a bias, or on a processor of the user's."""
         return bool(

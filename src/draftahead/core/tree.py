@@ -12,6 +12,29 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+
+def chain(num_nodes: int) -> list[int]:
+    """Parents of a tree without branches."""
+    return list(range(-1, num_nodes - 1))
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    return list(parents) == chain(len(parents))
+
+
+def is_valid(parents: Sequence[int]) -> bool:
+    """Whether every parent stands before its children."""
+    return all(0 <= parent < node for node, parent in enumerate(parents[1:], start=1))
+
+
+def limit_to_parents(confidence: Sequence[float], parents: Sequence[int]) -> list[float]:
+    """Confidence of nodes 1, 2, ..., none above 1 or above that of its parent."""
+    found = [1.0]
+    for node, value in enumerate(confidence, start=1):
+        found.append(min(value, found[parents[node]]))
+    return found[1:]
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -20,6 +43,18 @@ def depths(parents: Sequence[int]) -> list[int]:
     for node in range(1, len(parents)):
         found[node] = found[parents[node]] + 1
     return found
+
+
+def depth_tensor(parents: Tensor) -> Tensor:
+    """[B, N] parents -> [B, N] depths, by pointer jumping on their device. Of an invalid tree the
+    root's is right, and all are below N."""
+    num_nodes = parents.shape[1]
+    above = F.pad(parents[:, 1:].clamp(0, num_nodes - 1), (1, 0))
+    found = (torch.arange(num_nodes, device=parents.device) > 0).long().expand_as(above)
+    for _ in range(num_nodes.bit_length()):
+        found = found + found.gather(1, above)
+        above = above.gather(1, above)
+    return found.clamp(max=num_nodes - 1)
 
 
 def ancestors(parents: Tensor) -> Tensor:
@@ -41,14 +76,6 @@ def ancestor_bits(parents: Sequence[int]) -> list[int]:
     return [word - (1 << 64) if word >> 63 else word for word in found]
 
 
-def children(parents: Sequence[int], num_nodes: int) -> list[list[int]]:
-    """The children of every node, in the order in which they were drafted."""
-    found: list[list[int]] = [[] for _ in range(num_nodes)]
-    for node in range(1, num_nodes):
-        found[parents[node]].append(node)
-    return found
-
-
 def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
     """The tokens from below the root to every node; () for the root."""
     found: list[tuple[int, ...]] = [()]
@@ -60,11 +87,11 @@ def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]
 # ------------------------------------------------------------------------------ parts of a tree
 
 
-def reindexed(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
+def reindex(parents: Sequence[int], kept: Sequence[int]) -> list[int]:
     """Parents of a part of a tree: nodes `kept`, ascending, the root first, none without its
     parent."""
-    place = {node: index for index, node in enumerate(kept)}
-    return [-1, *(place[parents[node]] for node in kept[1:])]
+    new_index = {node: index for index, node in enumerate(kept)}
+    return [-1, *(new_index[parents[node]] for node in kept[1:])]
 
 
 def most_confident(confidence: Sequence[float], count: int) -> list[int]:
@@ -75,7 +102,7 @@ def most_confident(confidence: Sequence[float], count: int) -> list[int]:
     return [0, *sorted(ranked[:count])]
 
 
-def trunk(parents: Sequence[int], nodes: Iterable[int]) -> list[int]:
+def first_child_chain(parents: Sequence[int], nodes: Iterable[int]) -> list[int]:
     """The root, its first child, that one's first child, and so on, out of `nodes`."""
     found = [0]
     for node in nodes:

@@ -160,8 +160,8 @@ class Engine:
             depths = tree.depths(parents)
             nodes = [node for node, depth in enumerate(depths) if depth <= max_depth]
             nodes = nodes[: self.verifier.max_nodes]
-            kept.append(tree.trunk(parents, nodes) if self.verifier.fixed_shape else nodes)
-        return draft.part(kept)
+            kept.append(tree.first_child_chain(parents, nodes) if self.verifier.fixed_shape else nodes)
+        return draft.subset(kept)
 
     def _learn(self, step: InFlightStep, draft: Draft, verdict: Verdict) -> None:
         """The drafter hears what became of the draft. The wait for a verdict was also one for the

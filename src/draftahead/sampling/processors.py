@@ -19,48 +19,50 @@ from draftahead.sampling.noise import NodeContext
 
 # Top-p sorts so many tokens first, and the whole vocabulary only where they do not hold the
 # nucleus: a full sort costs more than a layer of the model.
-NUCLEUS_WIDTH = 1024
+NUCLEUS_CANDIDATES = 1024
 
 
 def probs_of(logits: Tensor, contexts: Sequence[NodeContext]) -> Tensor:
     """The distribution that tokens are sampled from: [A, V] probabilities; one-hot where greedy,
     NaN where the logits are not finite."""
-    logits = processed(logits, contexts)
+    logits = process_logits(logits, contexts)
     largest, argmax = logits.max(-1)
     params = [context.sequence.params for context in contexts]
     greedy = [p.is_greedy for p in params]
     temperature = column([p.temperature or 1.0 for p in params], logits)
-    probs = _truncated(((logits - largest[:, None]) / temperature).softmax(-1), params)
+    probs = _truncate(((logits - largest[:, None]) / temperature).softmax(-1), params)
     if any(greedy):
         one_hot = torch.zeros_like(probs).scatter_(-1, argmax[:, None], 1.0)
         probs = torch.where(small_tensor(greedy, torch.bool, probs.device)[:, None], one_hot, probs)
     return torch.where(largest.isfinite()[:, None], probs, torch.nan)
 
 
-def processed(logits: Tensor, contexts: Sequence[NodeContext]) -> Tensor:
+def process_logits(logits: Tensor, contexts: Sequence[NodeContext]) -> Tensor:
     """Logits [A, V] after bias, penalties, forbidden tokens and the user's processors, at
     temperature 1."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    if not any(context.sequence.has_processors for context in contexts):
+    if not any(context.sequence.modifies_logits for context in contexts):
         return logits
-    return torch.stack([_guarded(one, at) for one, at in zip(logits, contexts, strict=True)])
+    return torch.stack([_process_node(row, c) for row, c in zip(logits, contexts, strict=True)])
 
 
-def _guarded(logits: Tensor, context: NodeContext) -> Tensor:
-    """A user's processor that fails ends its own request, not the others of the batch."""
+def _process_node(logits: Tensor, context: NodeContext) -> Tensor:
+    """One node's logits [V]; NaN if a user's processor fails: that ends its own request if the node
+    is reached, and no other request of the batch."""
     try:
-        found = _processed_node(logits, context)
+        found = _apply_processors(logits, context)
         if found.shape != logits.shape:
             raise ValueError(f"it made {list(found.shape)} out of {list(logits.shape)} logits")
         return found
     except Exception as failure:
         reason = f"{type(failure).__name__}: {failure}"
-        context.sequence.fault = ProcessorError(f"a logits processor failed: {reason}")
+        error = ProcessorError(f"a logits processor failed: {reason}")
+        context.sequence.processor_errors[context.path] = error
         return torch.full_like(logits, torch.nan)
 
 
-def _processed_node(logits: Tensor, context: NodeContext) -> Tensor:
-    """One node's logits [V], in transformers' order of processors."""
+def _apply_processors(logits: Tensor, context: NodeContext) -> Tensor:
+    """In transformers' order."""
     sequence, path = context
     params, prompt_length = sequence.params, sequence.prompt_length
     logits = logits.clone()
@@ -88,7 +90,7 @@ def _processed_node(logits: Tensor, context: NodeContext) -> Tensor:
 # -------------------------------------------------------------------------------- truncation
 
 
-def _truncated(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _truncate(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Top-k, then top-p, then min-p, each as a lowest probability that stays.
 
     Equal probabilities at the cut stay together: the distribution never depends on their order.
@@ -99,33 +101,33 @@ def _truncated(probs: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         index = [[min(k, largest.shape[-1]) - 1] for k in ks]
         lowest = largest.gather(-1, small_tensor(index, torch.int64, probs.device))
         enabled = small_tensor([[bool(p.top_k)] for p in params], torch.bool, probs.device)
-        probs = _cut(probs, lowest, enabled)
+        probs = _drop_below(probs, lowest, enabled)
     if any(p.top_p not in (None, 1.0) and not p.is_greedy for p in params):
         top_p = column([2.0 if p.top_p in (None, 1.0) else p.top_p or 0.0 for p in params], probs)
-        probs = _cut(probs, _lowest_of_nucleus(probs, top_p), top_p <= 1)
+        probs = _drop_below(probs, _nucleus_threshold(probs, top_p), top_p <= 1)
     if any(p.min_p and not p.is_greedy for p in params):
         min_p = column([p.min_p or 0.0 for p in params], probs)
-        probs = _cut(probs, min_p * probs.amax(-1, keepdim=True), min_p > 0)
+        probs = _drop_below(probs, min_p * probs.amax(-1, keepdim=True), min_p > 0)
     return probs
 
 
-def _cut(probs: Tensor, lowest: Tensor, enabled: Tensor) -> Tensor:
+def _drop_below(probs: Tensor, lowest: Tensor, enabled: Tensor) -> Tensor:
     """Drops what is below `lowest` [A, 1] where `enabled` [A, 1]; the others keep their bits."""
     left = probs.where(probs >= lowest, 0.0)
     return torch.where(enabled, left / left.sum(-1, keepdim=True), probs)
 
 
-def _lowest_of_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
+def _nucleus_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
     """The smallest probability in the nucleus, [A, 1]; 0 where top_p is off (above 1)."""
-    width = min(NUCLEUS_WIDTH, probs.shape[-1])
+    count = min(NUCLEUS_CANDIDATES, probs.shape[-1])
     while True:
-        largest = probs.topk(width).values
+        largest = probs.topk(count).values
         mass_before = largest.cumsum(-1) - largest
-        inside = mass_before < top_p
-        if width == probs.shape[-1] or not (inside.all(-1) & (top_p[:, 0] <= 1)).any():
-            lowest = largest.where(inside, torch.inf).amin(-1, keepdim=True)
+        in_nucleus = mass_before < top_p
+        if count == probs.shape[-1] or not (in_nucleus.all(-1) & (top_p[:, 0] <= 1)).any():
+            lowest = largest.where(in_nucleus, torch.inf).amin(-1, keepdim=True)
             return lowest.where(top_p <= 1, 0.0)
-        width = probs.shape[-1]
+        count = probs.shape[-1]
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftahead.core.types import TokenLogprob
 from draftahead.sampling.noise import NodeContext, sample_gumbel, target_rng_key
-from draftahead.sampling.processors import probs_of, processed
+from draftahead.sampling.processors import probs_of, process_logits
 
 
 def sample_target(
@@ -21,14 +21,14 @@ def sample_target(
     distribution by itself: a sum over one row need not round as over one of several.
     """
     if one_by_one and len(contexts) > 1:
-        each = [sample_target(logits[i : i + 1], [at]) for i, at in enumerate(contexts)]
-        return torch.cat([token for token, _ in each]), torch.cat([finite for _, finite in each])
+        each = [sample_target(logits[i : i + 1], [c]) for i, c in enumerate(contexts)]
+        return torch.cat([token for token, _ in each]), torch.cat([has for _, has in each])
     if all(context.sequence.is_greedy for context in contexts):
-        largest, argmax = processed(logits, contexts).max(-1)
+        largest, argmax = process_logits(logits, contexts).max(-1)
         return argmax, largest.isfinite()
     probs = probs_of(logits, contexts)
-    finite = probs[:, 0].isfinite()
-    return sample_gumbel(probs, [target_rng_key(context) for context in contexts]), finite
+    has_token = probs[:, 0].isfinite()
+    return sample_gumbel(probs, [target_rng_key(context) for context in contexts]), has_token
 
 
 def token_logprobs(
@@ -45,7 +45,7 @@ def token_logprobs(
         if params.raw_logprobs:
             logs = row.float().log_softmax(-1)
         elif params.is_greedy:
-            logs = processed(row[None], [context])[0].log_softmax(-1)
+            logs = process_logits(row[None], [context])[0].log_softmax(-1)
         else:
             logs = probs_of(row[None], [context])[0].log()
         values, ids = logs.topk(min(params.logprobs or 0, logs.shape[-1]))

@@ -13,7 +13,7 @@ from torch import Tensor
 from batched_worlds import BatchedWorlds, random_trees
 from draftahead.core.draft import DeviceDraft
 from draftahead.core.types import Exact, ForwardOutput
-from draftahead.sampling import accept, sample
+from draftahead.sampling import accept, processors, sample
 from drafted import ZeroTimer
 from toy import PARAMS, PLAIN
 
@@ -104,8 +104,19 @@ def test_all_nodes_are_sampled_at_once_only_where_that_saves_waiting(
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_trees_built_on_a_device_get_the_verdict_of_the_same_trees_on_the_host(name: str) -> None:
-    longest = 0
+def test_trees_built_on_a_device_get_the_verdict_of_the_same_trees_on_the_host(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one copy to the host: every other one would be another synchronisation."""
+    longest, copies = 0, 0
+    real = DeviceDraft.to_host
+
+    def counted(draft: DeviceDraft, extra: Tensor | None = None) -> Any:
+        nonlocal copies
+        copies += 1
+        return real(draft, extra)
+
+    monkeypatch.setattr(DeviceDraft, "to_host", counted)
     for seed in range(12):
         trees = [*random_trees(seed, 1), *random_trees(100 + seed, 1)]
         worlds = BatchedWorlds(trees, BATCHES[name], seed=seed)
@@ -117,7 +128,19 @@ def test_trees_built_on_a_device_get_the_verdict_of_the_same_trees_on_the_host(n
         verdict = worlds.accept(output=output_of(worlds, on_device=True, argmax_known=False))
         assert (verdict.tokens, verdict.paths) == (expected.tokens, expected.paths)
         longest = max(longest, *map(len, expected.paths))
+        assert copies == seed + 1
     assert longest >= 3
+
+
+def test_an_invalid_tree_built_on_a_device_emits_the_token_of_its_root() -> None:
+    worlds = BatchedWorlds(random_trees(1, 2), [PLAIN] * 2)
+    parents = torch.tensor([[99, 3, -7, 2, 1, 99, 6, 2], worlds.draft.parents[1]])
+    expected = worlds.accept()
+    parts = [worlds.draft.token_tensor, parents, torch.zeros_like(parents)]
+    worlds.draft = DeviceDraft.of_trees(worlds.batch.roots, torch.stack(parts, 1), ZeroTimer())
+    verdict = worlds.accept(output=output_of(worlds, on_device=True, argmax_known=False))
+    assert verdict.paths == [[0], expected.paths[1]]
+    assert verdict.tokens == [expected.tokens[0][:1], expected.tokens[1]]
 
 
 @pytest.mark.parametrize("on_device", [True, False])
@@ -126,13 +149,14 @@ def test_replay_computes_every_distribution_by_itself(
 ) -> None:
     """A softmax over several rows need not round as over one: so the rest of the batch and the
     draft cannot change a bit of it."""
-    real, sizes = sample.probs_of, []
+    real, sizes = processors.probs_of, []
 
     def noted(logits: Tensor, contexts: Any) -> Tensor:
         sizes.append(len(contexts))
         return real(logits, contexts)
 
     monkeypatch.setattr(sample, "probs_of", noted)
+    monkeypatch.setattr(accept, "probs_of", noted)
     for exact, largest in (("replay", 1), ("distribution", 24 if on_device else 3)):
         sizes.clear()
         worlds = BatchedWorlds(random_trees(2, 3), [PLAIN, TRUNCATED, PLAIN], exact=exact)
