@@ -129,7 +129,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         errors: Literal["raise", "return"] = "raise",
         namespace: str | None = None,
@@ -146,14 +146,14 @@ class LLM:
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
-            params = [sampling_params or SamplingParams()] * len(given)
+            params = [sampling_params] * len(given)
         if len(params) != len(given):
             raise ConfigError(f"{len(params)} sampling_params for {len(given)} prompts")
         groups: list[list[SequenceState] | DraftaheadError] = []
         try:
             for prompt, one in zip(given, params, strict=True):
                 try:
-                    request = self._request(prompt, one, namespace=namespace)
+                    request = self._request(prompt, one or SamplingParams(), namespace=namespace)
                     groups.append(self.engine.add(request))
                 except DraftaheadError as error:
                     groups.append(error)
@@ -223,7 +223,7 @@ class LLM:
         config, runner = self.config, self.engine.verifier.runner
         choice, cache = runner.backend_choice, runner.cache
         dtype = str(self.model.dtype).removeprefix("torch.")
-        drafter = "adaptive" if self.engine.drafter.adaptive else "fixed size"
+        drafter = "adaptive" if self.engine.adaptive else "fixed size"
         found = [
             f"model: {type(self.model).__name__}, {config.quantize or dtype} on {runner.device}",
             f"backend: {choice.name} ({choice.reason})",
@@ -379,12 +379,13 @@ def _sequences(group: list[SequenceState] | DraftaheadError) -> list[SequenceSta
 
 
 def _settled(sequence: SequenceState, tokens: int, text: int) -> Iterator[StreamChunk]:
-    """What no stop string can take back any more, token by token where the text allows it; `tokens`
-    and `text` characters were shown before."""
+    """The text that can no longer become part of a stop string, by token where possible; `tokens`
+    tokens and `text` characters were shown before."""
     ended, detokenizer, output = sequence.finish_reason, sequence.detokenizer, sequence.output
     settled = len(detokenizer.text) if ended else detokenizer.settled()
-    starts, start = detokenizer.starts, tokens
+    start = tokens
     for index in range(tokens, len(output) - 1 if ended else len(output)):
+        starts = detokenizer.starts  # other streams may add tokens meanwhile
         # A token's text ends where that of the next begins.
         end = starts[index + 1] if index + 1 < len(starts) else len(detokenizer.text)
         if text < end <= settled or not detokenizer.has_text:

@@ -151,7 +151,28 @@ def test_fault_in_what_a_drafter_reports_of_itself(target: Any, expected: Any) -
     answers = {tuple(p): tokens for p, tokens in zip(prompts, expected[GREEDY], strict=True)}
     llm = LLM(target, FailsToReport(answers), max_batch=2)
     llm.engine._launches_ahead = True
-    with pytest.warns(DrafterFaultWarning, match="FailsToReport failed and is left out where it"):
+    with pytest.warns(DrafterFaultWarning, match="FailsToReport raised an exception"):
+        outs = llm.generate(prompts, GREEDY)
+    assert [out.token_ids for out in outs] == expected[GREEDY]
+    assert sum(out.stats.accepted for out in outs) > 10
+    assert llm.explain()
+
+
+@pytest.mark.usefixtures("generous_policy")
+def test_nonsense_that_a_drafter_reports_of_itself(target: Any, expected: Any) -> None:
+    """A method in place of a property, nothing in place of a list."""
+
+    class ReportsNonsense(KnowsOutput):
+        adaptive = True
+
+        def expected_offer(self) -> Any: ...
+
+        def explain(self) -> Any: ...
+
+    prompts = zoo.ragged_prompts(3)
+    answers = {tuple(p): tokens for p, tokens in zip(prompts, expected[GREEDY], strict=True)}
+    llm = LLM(target, ReportsNonsense(answers))
+    with pytest.warns(DrafterFaultWarning, match="expected_offer is method, not an Offer or None"):
         outs = llm.generate(prompts, GREEDY)
     assert [out.token_ids for out in outs] == expected[GREEDY]
     assert sum(out.stats.accepted for out in outs) > 10
@@ -177,6 +198,7 @@ def test_an_object_with_the_three_methods_is_a_drafter(target: Any, expected: An
     assert [out.token_ids for out in outs] == expected[GREEDY]
     assert all(out.stats.drafted for out in outs)
     assert llm.explain()
+    assert any("ThreeMethods, fixed size" in line for line in llm.describe())
 
 
 def test_drafts_that_are_too_deep_are_cut(target: Any, expected: Any) -> None:

@@ -153,6 +153,21 @@ def test_a_device_draft_is_read_first_where_it_cannot_be_verified_unseen(target:
     assert sum(out.stats.accepted for out in outs) > 0
 
 
+@pytest.mark.parametrize("corrupts", [False, True])
+def test_a_device_draft_is_read_where_its_graph_cannot_be_captured(
+    target: Any, corrupts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For lack of memory, after the draft was launched."""
+    answers = answers_of(target, GREEDY)
+    drafter = OnDevice(KnowsOutput(answers), corrupts=corrupts)
+    llm = launching_ahead(target, drafter, max_batch=4)
+    monkeypatch.setattr(ModelRunner, "verifies_device_drafts", lambda *_: True)
+    monkeypatch.setattr(llm.engine.verifier.runner, "_backend", None)
+    outs = llm.generate(PROMPTS, GREEDY)
+    assert [out.token_ids for out in outs] == list(answers.values())
+    assert sum(out.stats.accepted for out in outs) > 10
+
+
 @pytest.mark.usefixtures("verifies_device_drafts")
 def test_only_trees_on_the_roots_of_the_batch_are_verified_unseen(target: Any) -> None:
     llm = LLM(target, "none", max_batch=2)

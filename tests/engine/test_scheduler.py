@@ -84,8 +84,15 @@ def updated(one: SequenceState, tokens: list[int], *, failed: bool = False) -> i
     accepted = len(tokens) if failed else len(tokens) - 1
     verdict = Verdict([list(range(accepted + 1))], [tokens], errors)
     output = ForwardOutput(torch.zeros(1, accepted + 1, VOCAB_SIZE))
-    (kept,) = scheduler_of(Recording(1)).update(Batch((one,), (9,)), verdict, output)
+    (kept,) = update(scheduler_of(Recording(1)), [one], verdict, output)
     return kept
+
+
+def update(
+    scheduler: Scheduler, sequences: list[SequenceState], verdict: Verdict, output: ForwardOutput
+) -> list[int]:
+    batch = Batch(tuple(sequences), (9,) * len(sequences))
+    return scheduler.update(batch, verdict, scheduler.logprobs(batch, verdict, output))
 
 
 # ------------------------------------------------------------------------------- an output's end
@@ -108,7 +115,7 @@ def test_logprobs_are_those_of_the_nodes_along_the_path() -> None:
     one = sequence(logprobs=2, presence_penalty=1.0)
     logits = torch.randn(1, 5, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     verdict = Verdict([[0, 2, 4]], [[3, 4, 3]])
-    scheduler_of(Recording(1)).update(Batch((one,), (9,)), verdict, ForwardOutput(logits))
+    update(scheduler_of(Recording(1)), [one], verdict, ForwardOutput(logits))
     emitted: list[int] = []
     for found, node, token in zip(one.logprobs, [0, 2, 4], [3, 4, 3], strict=True):
         penalty = torch.zeros(VOCAB_SIZE)
@@ -169,7 +176,7 @@ def test_an_error_of_one_sequence_does_not_affect_the_others() -> None:
     verdict = Verdict([[0], [0], [0, 1]], [[3], [], [4, 5]], {1: error})
     output = ForwardOutput(torch.zeros(3, 2, VOCAB_SIZE))
     scheduler = scheduler_of(Recording(3))
-    assert scheduler.update(Batch(tuple(three), (9,) * 3), verdict, output) == [0, 0, 1]
+    assert update(scheduler, three, verdict, output) == [0, 0, 1]
     assert [one.finish_reason for one in three] == [None, "error", None]
     assert [one.output for one in three] == [[3], [], [4, 5]]
     assert [len(one.logprobs) for one in three] == [0, 0, 2]

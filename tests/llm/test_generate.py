@@ -34,6 +34,11 @@ def test_a_fresh_seed_can_be_repeated(drafted: LLM) -> None:
     assert drafted.generate(PROMPTS[0], params)[0].token_ids == fresh.token_ids
 
 
+def test_parameters_may_be_given_for_some_prompts_only(plain: LLM) -> None:
+    one, other = plain.generate(PROMPTS[:2], [None, SamplingParams(max_tokens=3)])
+    assert len(one.token_ids) > len(other.token_ids) == 3
+
+
 def test_samples_of_one_seed_are_not_those_of_the_next(plain: LLM) -> None:
     """Sample 1 of seed 1 and sample 0 of seed 2, and so on: all different."""
     found = []

@@ -135,6 +135,21 @@ def test_streams_may_be_interleaved(drafted: LLM) -> None:
     assert first + [i for chunk in stream for i in chunk.token_ids] == expected[0]
 
 
+def test_tokens_that_another_stream_adds_between_two_chunks_delay_none(
+    one_character_tokens: LLM, outputs: list[list[int]]
+) -> None:
+    """The text has become longer when the second token of a step is looked at."""
+    llm = one_character_tokens
+    stream, other = llm.stream(PROMPTS[0], greedy()), llm.stream(PROMPTS[1], greedy())
+    shown = [next(stream).token_ids]
+    count = llm.engine.scheduler.running[0].num_generated
+    next(other)
+    shown += [next(stream).token_ids for _ in range(1, count)]
+    stream.close()
+    other.close()
+    assert shown == [[token] for token in outputs[0][:count]]
+
+
 def test_a_dropped_stream_frees_its_slot(drafted: LLM) -> None:
     for _ in range(5):
         stream = drafted.stream(PROMPTS[0], greedy())

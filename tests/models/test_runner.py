@@ -11,7 +11,7 @@ import zoo
 from draftahead import LLM, SamplingParams
 from draftahead.models.layer_subset import LayerSubset
 from draftahead.models.support import attention_configs
-from llama_shaped import llama_shaped, runner_of
+from llama_shaped import llama_shaped, needs_kernels, runner_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 PROMPT = [1, 2, 3]
@@ -85,3 +85,30 @@ def test_an_llm_goes_on_after_an_exception_in_the_models_forward() -> None:
     broken.error = None
     assert zoo.reference(model, PROMPT, 16) == expected
     assert llm.generate(PROMPT, GREEDY)[0].token_ids == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupted_check_of_a_backend_installs_nothing(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the backend that was not checked nor the model without our linear layers stays."""
+    runner = runner_of(llama_shaped("llama"))
+    backend, calls = runner._backend, list[Any]()
+    assert backend is not None
+    forward = runner.forward
+
+    def interrupted(tokens: Any, **options: Any) -> Any:
+        if options.get("with_logits", True):
+            calls.append(tokens)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return forward(tokens, **options)
+
+    monkeypatch.setattr(runner, "forward", interrupted)
+    runner._backend = None
+    with pytest.raises(KeyboardInterrupt):
+        runner._disagreement(0, backend)
+    assert runner._backend is None
+    assert runner._linears.enabled
+    assert not runner.cache.tokens_in[0]

@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from draftahead import LLM
-from draftahead.errors import UnsupportedModelError
+from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
 from draftahead.models import support
 
@@ -31,6 +31,13 @@ def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_an_untested_architecture_that_agrees_with_itself_is_taken(untested: object) -> None:
     LLM(zoo.tiny("mistral"))
+
+
+def test_an_untested_architecture_with_a_small_context(untested: object) -> None:
+    for max_context in (3, 10):
+        LLM(zoo.tiny("mistral"), max_context=max_context)
+    with pytest.raises(ConfigError, match="max_context must be 3 or more"):
+        LLM(zoo.tiny("mistral"), max_context=2)
 
 
 def test_an_untested_architecture_that_disagrees_is_refused(

@@ -51,7 +51,7 @@ def tune(
     drafters = {str(n): config | {"num_speculative_tokens": n} for n in numbers}
     ours = with_drafters(llm, drafters | {tuning.DEFAULT: config}, batch, context)
     own = ours[-1]
-    if own.llm.engine.drafter.adaptive:
+    if own.llm.engine.adaptive:
         own.name = tuning.AUTOMATIC
     measurement = measure(ours, batches, params, measured.repeats)
     if not measurement.batches:

@@ -50,6 +50,12 @@ class Detokenizer:
         """The output has ended: an incomplete character is shown as it is."""
         self._ended = True
 
+    def rebuilt(self, tokens: Sequence[int]) -> Detokenizer:
+        """One for these tokens, after an interrupt of unknown effect."""
+        found = Detokenizer(self._decode, self.stops)
+        found._pushed += tokens
+        return found
+
     def _catch_up(self) -> None:
         for token in self._pushed:
             self._ids.append(token)

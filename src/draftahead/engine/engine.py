@@ -34,14 +34,14 @@ from draftahead.sampling.noise import rng_key
 
 @dataclass
 class InFlightStep:
-    """A step whose forward was launched, and whose output has not been looked at yet."""
+    """A step whose forward was launched, and whose output has not been read yet."""
 
     batch: Batch
     timer: StepTimer
-    proposed: Draft | None  # by the drafter with confidence, before it was cut to what pays
-    draft: Draft | DeviceDraft  # what is verified
+    asked: bool  # the drafter was asked for a draft
+    proposed: Draft | DeviceDraft  # the root alone if there is no draft
+    draft: Draft | DeviceDraft  # the part of it that is verified
     output: ForwardOutput
-    asked: bool  # whether the drafter was
 
 
 class Engine:
@@ -61,14 +61,17 @@ class Engine:
         self.lossless = lossless
         self.scheduler = Scheduler(verifier, exact)
         self.policy = Policy()
-        self._guarded = GuardedDrafter(drafter, verifier.vocab_size, verifier.verifies_device_draft)
+        self._guarded_drafter = GuardedDrafter(
+            drafter, verifier.vocab_size, verifier.verifies_device_draft
+        )
         self._is_plain = isinstance(drafter, NoDrafter)
-        self._adaptive = self._guarded.adaptive  # the policy decides whether it is asked
+        # The policy decides when it drafts, and how many of its nodes are verified.
+        self.adaptive = self._guarded_drafter.adaptive
         self._ids = itertools.count()
         # A device computes the next forward while the host is busy with the rest of a step.
         self._launches_ahead = device_of(verifier.runner.device).is_gpu
         self._in_flight: InFlightStep | None = None
-        if self._adaptive and not verifier.fixed_shape:  # there every forward costs the same
+        if self.adaptive and not verifier.fixed_shape:  # whose forwards all cost the same
             self.policy.costs.survey(verifier.timed_forward, verifier.max_context)
 
     # -------------------------------------------------------------------------------- the step
@@ -76,119 +79,126 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[SequenceState]:
         """Advances every running sequence by at least one token; returns them, ended ones too."""
-        step, self._in_flight = self._in_flight or self._launch(), None
-        if step is None:
+        if (step := self._in_flight) is not None:
+            self._in_flight = None
+            step.timer.resume()
+        elif (step := self._launch()) is None:
             return []
-        step.timer.resume()
-        verdict, draft = accept(
-            step.draft, step.output, step.batch, self.rule, lossless=self.lossless
-        )
+        batch, output = step.batch, step.output
+        verdict, draft = accept(step.draft, output, batch, self.rule, lossless=self.lossless)
         self.verifier.commit(draft, verdict)
         step.timer.lap("verify")
+        logprobs = self.scheduler.logprobs(batch, verdict, output)
         if step.asked:
             self._learn(step, draft, verdict)
-        kept = self.scheduler.update(step.batch, verdict, step.output)
-        for sequence in step.batch.sequences:
+        num_kept = self.scheduler.update(batch, verdict, logprobs)
+        for sequence in batch.sequences:
             if sequence.finish_reason is not None:
                 self.release(sequence)
         step.timer.lap("other")
         try:
             if self._launches_ahead:
                 self._in_flight = self._launch()
-        finally:  # whatever becomes of the next forward, this step is complete
-            self._record(step, draft, verdict, kept)
+        finally:  # this step is complete, even if launching the next one raises
+            self._record(step, draft, verdict, num_kept)
         if self._in_flight is not None:
-            self._guarded.idle_work()
+            self._guarded_drafter.idle_work()
             self._in_flight.timer.pause()
-        return list(step.batch.sequences)
+        return list(batch.sequences)
 
     def _launch(self) -> InFlightStep | None:
-        """Schedules, proposes and forwards; on a device the forward is then still under way."""
+        """Schedules, proposes and starts the forward, which a device computes asynchronously."""
         batch = self.scheduler.schedule()
         if batch is None:
             return None
-        proposed: Draft | None = None
-        draft: Draft | DeviceDraft = Draft.root_only([s.tokens[-1] for s in batch.sequences])
-        timer, asked = StepTimer(), not self._is_plain and self._is_asked(batch)
+        timer, asked = StepTimer(), not self._is_plain and self._should_draft(batch)
+        proposed: Draft | DeviceDraft = Draft.root_only(batch.roots)
         if asked:
-            batch = self._with_drafting(batch)
-            proposed, draft = self._propose(batch)
+            batch = self._with_sampler_and_costs(batch)
+            proposed = self._propose(batch)
+        draft = self._part_to_verify(proposed) if asked else proposed
         timer.lap("draft")
         output = self.verifier.forward(batch, draft)
         timer.lap("verify")
-        return InFlightStep(batch, timer, proposed, draft, output, asked)
+        return InFlightStep(batch, timer, asked, proposed, draft, output)
 
-    def _is_asked(self, batch: Batch) -> bool:
-        """Whether the drafter is asked for a draft now."""
-        if self._guarded.gave_up or not any(batch.max_depths):
+    def _should_draft(self, batch: Batch) -> bool:
+        """Whether the drafter is asked for a draft in this step."""
+        if self._guarded_drafter.gave_up or not any(batch.max_depths):
             return False
-        if not self._adaptive:
-            return True
         self.policy.begin(batch)
-        return self.policy.asks(len(batch.sequences), self._guarded.expected_offer)
+        offer = self._guarded_drafter.expected_offer if self.adaptive else None
+        return not self.adaptive or self.policy.asks(len(batch.sequences), offer)
 
-    def _with_drafting(self, batch: Batch) -> Batch:
-        """The batch with what a drafter needs: a sampler, and what a step costs."""
+    def _with_sampler_and_costs(self, batch: Batch) -> Batch:
+        """The batch with what a drafter needs: a sampler, and the cost of a forward."""
         sampler = RecordedDraftSampler(
             batch.sequences, batch.max_depths, self.verifier.vocab_size, self.exact
         )
-        return replace(batch, sampler=sampler, step_cost=self.policy.begin(batch))
+        return replace(batch, sampler=sampler, step_cost=self.policy.costs)
 
-    def _propose(self, batch: Batch) -> tuple[Draft | None, Draft | DeviceDraft]:
-        """What the drafter proposes with confidence, and the part of its draft that is verified."""
-        proposed = self._guarded.propose(batch)
+    def _propose(self, batch: Batch) -> Draft | DeviceDraft:
+        """The drafter's draft, as large as a forward allows; the root alone if it has none."""
+        proposed = self._guarded_drafter.propose(batch)
         if proposed is None:
             self.policy.note_no_draft()
-            return None, Draft.root_only(batch.roots)
+            return Draft.root_only(batch.roots)
         if isinstance(proposed, DeviceDraft):
-            self._adaptive = self._adaptive or proposed.trees is not None
-            return None, proposed
-        draft = self._within_limits(proposed, batch)
-        if draft.confidence is None:
-            return None, draft
-        self._adaptive = True
-        if self.verifier.fixed_shape:
-            return draft, draft  # the forward is padded anyway: these nodes cost nothing
-        return draft, self.policy.part_to_verify(draft)
+            self.adaptive = self.adaptive or proposed.trees is not None
+            return proposed
+        self.adaptive = self.adaptive or proposed.confidence is not None
+        return self._within_limits(proposed, batch)
 
     def _within_limits(self, draft: Draft, batch: Batch) -> Draft:
-        """Cuts what is deeper than max_depth, or more than a forward takes; in replay all branches:
-        their KV entries lie elsewhere than a chain's, and a sum in another order is another sum."""
+        """Drops nodes deeper than max_depth, or beyond the size of a forward. In fixed-shape replay
+        all branches: the KV entries of a branch have other indices than those of a chain, which
+        changes the order of summation in attention."""
         kept = []
         for b, max_depth in enumerate(batch.max_depths):
             parents = draft.parents[b][: draft.num_nodes[b]]
             depths = tree.depths(parents)
             nodes = [node for node, depth in enumerate(depths) if depth <= max_depth]
             nodes = nodes[: self.verifier.max_nodes]
-            kept.append(tree.first_child_chain(parents, nodes) if self.verifier.fixed_shape else nodes)
+            kept.append(
+                tree.first_child_chain(parents, nodes) if self.verifier.fixed_shape else nodes
+            )
         return draft.subset(kept)
 
+    def _part_to_verify(self, proposed: Draft | DeviceDraft) -> Draft | DeviceDraft:
+        """Cuts a draft with confidence to the nodes that are worth verifying; in a forward of fixed
+        shape they cost nothing."""
+        if isinstance(proposed, DeviceDraft) or proposed.confidence is None:
+            return proposed
+        return proposed if self.verifier.fixed_shape else self.policy.part_to_verify(proposed)
+
     def _learn(self, step: InFlightStep, draft: Draft, verdict: Verdict) -> None:
-        """The drafter hears what became of the draft. The wait for a verdict was also one for the
-        trees, where a device built them."""
+        """Gives the verdict to the drafter. For a device draft, the time of building the trees is
+        moved from "verify" to "draft": the host waited for both at once."""
         if isinstance(step.draft, DeviceDraft) and step.draft.timer is not None:
             step.timer.move("verify", "draft", step.draft.timer.laps()[-1])
-        self._guarded.learn(step.batch, draft, step.output, verdict)
+        step.timer.lap("other")
+        self._guarded_drafter.learn(step.batch, draft, step.output, verdict)
         step.timer.lap("draft")
 
-    def _record(self, step: InFlightStep, draft: Draft, verdict: Verdict, kept: list[int]) -> None:
-        """Counts the step in each sequence's stats, and lets the policy observe it."""
+    def _record(
+        self, step: InFlightStep, draft: Draft, verdict: Verdict, num_kept: list[int]
+    ) -> None:
+        """Counts the step in the stats of each sequence, and lets the policy observe it."""
         timer, width = step.timer, len(draft.tokens[0])
         for b, sequence in enumerate(step.batch.sequences):
             depths = tree.depths(draft.parents[b][: draft.num_nodes[b]])[1:] if width > 1 else []
-            sequence.stats.add_step(depths, kept[b], width, timer.seconds["verify"])
+            sequence.stats.add_step(depths, num_kept[b], width, timer.seconds["verify"])
             timer.add_to(sequence.stats)
         if self._is_plain:
             return
-        unseen = isinstance(step.draft, DeviceDraft) and step.draft.trees is not None
         self.policy.observe(
             step.batch,
             verdict,
-            draft if unseen else step.proposed,
+            draft if isinstance(step.proposed, DeviceDraft) else step.proposed,
             Spent(timer.cost("draft"), timer.cost("verify")),
             width=1 if self.verifier.fixed_shape else width,
-            asked=step.asked and self._adaptive,
-            unseen=unseen,
+            asked=step.asked and self.adaptive,
+            unseen=isinstance(step.draft, DeviceDraft),
         )
 
     # ------------------------------------------------------------------- requests in and out
@@ -214,15 +224,15 @@ class Engine:
         """Frees what a sequence holds, whether it has ended or is given up."""
         sequence.detokenizer.flush()
         if self._in_flight is not None and sequence in self._in_flight.batch.sequences:
-            # Slots move: the forward under way is discarded and done again. It reads its inputs
-            # until it has finished.
+            # Slots move, so the forward under way is discarded and done again, once it has finished
+            # reading its inputs.
             self._in_flight = None
             self.verifier.runner.synchronize()
         if self.scheduler.remove(sequence):
-            self._guarded.release(sequence)
+            self._guarded_drafter.release(sequence)
 
     def explain(self) -> list[str]:
         """Why it drafted as it did, a sentence each."""
         if self._is_plain:
             return ["plain decoding: the drafter is 'none'"]
-        return [*self.policy.reasons(), *self._guarded.explain()]
+        return [*self.policy.reasons(), *self._guarded_drafter.explain()]

@@ -1,13 +1,13 @@
-"""Which sequences run, in which batch slots; and what a verdict makes of them.
+"""Schedules sequences into batch slots, and appends to them the tokens of verdicts.
 
-Running sequences stand in the order of their slots: sequence b of a batch is in slot b.
+Running sequences are in the order of their slots: sequence b of a batch is in slot b.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from draftahead.core.stats import StepTimer
 from draftahead.core.types import (
@@ -87,33 +87,49 @@ class Scheduler:
 
     # ------------------------------------------------------------------------ after a verdict
 
-    def update(self, batch: Batch, verdict: Verdict, output: ForwardOutput) -> list[int]:
-        """Appends the emitted tokens, each checked for being the last; what follows it is dropped.
-        Returns how many drafted tokens each sequence keeps."""
-        kept = []
+    def logprobs(
+        self, batch: Batch, verdict: Verdict, output: ForwardOutput
+    ) -> dict[int, list[TokenLogprob]]:
+        """Of the emitted tokens of each sequence that asks for them, at the nodes they follow."""
+        found = {}
         for b, sequence in enumerate(batch.sequences):
-            tokens, path, before = verdict.tokens[b], verdict.paths[b], len(sequence.drafted)
-            logprobs: list[TokenLogprob] = []
-            if sequence.params.logprobs is not None:  # of each token at the node it follows
+            if sequence.params.logprobs is not None:
+                tokens, path = verdict.tokens[b], verdict.paths[b]
                 contexts = [NodeContext(sequence, tuple(tokens[:i])) for i in range(len(tokens))]
-                logits = output.logits[b, path[: len(tokens)]]
-                logprobs = token_logprobs(logits, contexts, tokens)
-            for index, token in enumerate(tokens):
-                sequence.logprobs += logprobs[index : index + 1]
-                self._append(sequence, token, drafted=index < len(path) - 1)
-                if sequence.finish_reason is not None:
-                    break
+                found[b] = token_logprobs(output.logits[b, path[: len(tokens)]], contexts, tokens)
+        return found
+
+    def update(
+        self, batch: Batch, verdict: Verdict, logprobs: Mapping[int, list[TokenLogprob]]
+    ) -> list[int]:
+        """Appends the emitted tokens up to an end token, a stop string or max_tokens. Returns how
+        many drafted tokens each sequence keeps. An interrupt undoes the sequence it meets, because
+        the step is done again."""
+        num_kept = []
+        for b, sequence in enumerate(batch.sequences):
+            before = len(sequence.drafted)
+            try:
+                for index, token in enumerate(verdict.tokens[b]):
+                    if sequence.finish_reason is not None:
+                        break
+                    sequence.logprobs += logprobs.get(b, [])[index : index + 1]
+                    self._append(sequence, token, drafted=index < len(verdict.paths[b]) - 1)
+            except BaseException:
+                _truncate(sequence, before)
+                sequence.detokenizer = sequence.detokenizer.rebuilt(sequence.output)
+                sequence.finish_reason = None
+                raise
             if b in verdict.errors and sequence.finish_reason is None:
-                sequence.finish_reason, sequence.error = "error", verdict.errors[b]
-            kept.append(sum(sequence.drafted[before:]))
-        return kept
+                sequence.error, sequence.finish_reason = verdict.errors[b], "error"
+            num_kept.append(sum(sequence.drafted[before:]))
+        return num_kept
 
     def _append(self, sequence: SequenceState, token: int, *, drafted: bool) -> None:
         sequence.tokens.append(token)
         sequence.drafted.append(drafted)
         if token in sequence.end_ids:
             sequence.finish_reason = "stop"
-            return  # an end token stays among the ids; its text is not shown
+            return  # an end token is part of the ids, but not of the text
         params, detokenizer = sequence.params, sequence.detokenizer
         detokenizer.push(token)
         generated = len(sequence.drafted)
@@ -124,12 +140,11 @@ class Scheduler:
             return
         if (at := detokenizer.find_stop()) is not None:
             sequence.finish_reason = "stop"
-            kept = detokenizer.cut(at)
-            del sequence.tokens[sequence.prompt_length + kept :]
-            del sequence.drafted[kept:], sequence.logprobs[kept:]
+            _truncate(sequence, detokenizer.cut(at))
 
     def remove(self, sequence: SequenceState) -> bool:
-        """Takes a sequence out; the last running one takes its slot. Whether it was there."""
+        """Takes a sequence out; the last running one moves into its slot. Returns False if the
+        sequence was neither waiting nor running."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             return True
@@ -138,7 +153,15 @@ class Scheduler:
         slot, last = self.running.index(sequence), len(self.running) - 1
         if sequence.finish_reason == "error":
             self._cache.clear_slot(slot)
-        self.running[slot] = self.running[last]
-        self.running.pop()
+        # In one assignment, so that an interrupt loses no sequence. One between this line and the
+        # next leaves the entries of other tokens in the slot, which Verifier.forward notices.
+        behind = self.running[slot + 1 :]
+        self.running = [*self.running[:slot], *behind[-1:], *behind[:-1]]
         self._cache.swap_slots(slot, last)
         return True
+
+
+def _truncate(sequence: SequenceState, count: int) -> None:
+    """Drops all output tokens but the first few."""
+    del sequence.tokens[sequence.prompt_length + count :]
+    del sequence.drafted[count:], sequence.logprobs[count:]

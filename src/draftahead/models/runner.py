@@ -28,6 +28,7 @@ from draftahead.backends.fingerprint import WeightFingerprint
 from draftahead.backends.select import select_backend
 from draftahead.core import tree
 from draftahead.core.device import device_of
+from draftahead.core.draft import DeviceDraft
 from draftahead.core.types import ForwardOutput
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
@@ -115,23 +116,27 @@ class ModelRunner:
         """
         self.cache.flush()
         batch, num_nodes = tokens.shape
-        held = [len(self.cache.tokens_in[first_slot + b]) + offset for b in range(batch)]
-        end = max(held) + num_nodes
+        num_cached = [len(self.cache.tokens_in[first_slot + b]) + offset for b in range(batch)]
+        end = max(num_cached) + num_nodes
         kv_len = end if kv_len is None else kv_len
         num_context_tokens = num_context_tokens if layers is None else 0
         dummy = self._needs_dummy(first_slot, end)
         if max(kv_len, end + dummy) > self.cache.num_entries:
-            raise ConfigError(f"{num_nodes} nodes do not fit behind {max(held)} tokens")
+            raise ConfigError(f"{num_nodes} nodes do not fit behind {max(num_cached)} tokens")
         if not dummy and isinstance(num_context_tokens, int):
             last = self._last_position(first_slot)
-            place = CacheSlice(first_slot, kv_len, last, num_context_tokens)
-            output = self._by_backend(tokens, held, parents, place, with_logits, layers)
+            cache_slice = CacheSlice(first_slot, kv_len, last, num_context_tokens)
+            output = self._by_backend(tokens, num_cached, parents, cache_slice, with_logits, layers)
             if output is not None:
                 return output
-        assert not isinstance(parents, DeviceTree)
+        if isinstance(parents, DeviceTree):  # capturing its graph failed: the host reads the tree
+            roots, sizes = list(parents.roots), [num_nodes] * batch
+            draft, _ = DeviceDraft(roots, tokens, sizes, trees=parents.trees).to_host()
+            tokens = draft.token_tensor.clamp(0, self.vocab_size - 1)  # faulty ones are rejected
+            parents = draft.parent_tensor
         tokens = F.pad(tokens.to(self.device), (0, int(dummy)))
         num_nodes, kv_len = num_nodes + dummy, max(kv_len, end + dummy)
-        lengths = torch.tensor(held, device=self.device)
+        cached = torch.tensor(num_cached, device=self.device)
         index = torch.arange(num_nodes, device=self.device)
         if parents is None:
             ancestors, depths = None, index.expand(batch, num_nodes)
@@ -139,11 +144,11 @@ class ModelRunner:
             ancestors = tree.ancestors(F.pad(parents.to(self.device), (0, int(dummy))))
             depths = ancestors.sum(-1) - 1
         # Padding may lie behind the last position of the model; its output is not used.
-        positions = (lengths[:, None] + depths).clamp(max=self._last_position(first_slot))
+        positions = (cached[:, None] + depths).clamp(max=self._last_position(first_slot))
         if dummy:
             positions[:, -1] = self.long_rope_threshold or 0
-        mask = attention.distances(lengths, depths, ancestors, kv_len)
-        entries = lengths[:, None] + index
+        mask = attention.distances(cached, depths, ancestors, kv_len)
+        entries = cached[:, None] + index
         view = CacheView(self.cache, first_slot, entries, kv_len, num_context_tokens)
         logits = self._own_forward(tokens, positions, mask, view, with_logits, layers=layers)
         return ForwardOutput(logits[:, :-1] if dummy else logits)
@@ -151,9 +156,9 @@ class ModelRunner:
     def _by_backend(
         self,
         tokens: Tensor,
-        held: list[int],
+        num_cached: list[int],
         parents: Tensor | DeviceTree | None,
-        place: CacheSlice,
+        cache_slice: CacheSlice,
         with_logits: bool,
         layers: LayerSubset | None,
     ) -> ForwardOutput | None:
@@ -166,19 +171,21 @@ class ModelRunner:
             if not decoder.supports(batch, num_nodes, with_logits):
                 return None
             lists = None if parents is None or isinstance(parents, DeviceTree) else parents.tolist()
-            return decoder.forward(tokens, held, lists, cache_slice=place, with_logits=with_logits)
+            return decoder.forward(
+                tokens, num_cached, lists, cache_slice=cache_slice, with_logits=with_logits
+            )
         fixed = isinstance(parents, DeviceTree)
-        padding = Padding.of(self.cache, place.first_slot, held, num_nodes, fixed=fixed)
+        padding = Padding.of(self.cache, cache_slice.first_slot, num_cached, num_nodes, fixed=fixed)
         if not decoder.supports(*padding.size(batch, num_nodes), with_logits):
             padding = Padding()  # without it, it may be small enough
         if not decoder.supports(*padding.size(batch, num_nodes), with_logits):
             return None
-        idle = self.cache.tokens_in[place.first_slot + batch :][: padding.num_sequences]
+        idle = self.cache.tokens_in[cache_slice.first_slot + batch :][: padding.num_sequences]
         output = decoder.forward(
             padding.tokens(tokens),
-            held + [len(tokens) for tokens in idle],
+            num_cached + [len(tokens) for tokens in idle],
             padding.parents(parents),
-            cache_slice=place._replace(kv_len=place.kv_len + padding.num_nodes),
+            cache_slice=cache_slice._replace(kv_len=cache_slice.kv_len + padding.num_nodes),
             with_logits=with_logits,
         )
         if output is None:
@@ -294,11 +301,11 @@ class ModelRunner:
             held.extend(part)
         return reused
 
-    def _graphed_prefill(self, slot: int, tokens: list[int], held: int) -> bool:
+    def _graphed_prefill(self, slot: int, tokens: list[int], num_cached: int) -> bool:
         """A chunk of a prompt as a CUDA graph, where one was captured."""
         self.cache.flush()
         last = self._last_position(slot)
-        return self._prefill is not None and self._prefill.run(slot, tokens, held, last)
+        return self._prefill is not None and self._prefill.run(slot, tokens, num_cached, last)
 
     def prefill_slots(self, first_slot: int, prompts: Sequence[Sequence[int]]) -> None:
         """Fills slots from `first_slot` on, several in one forward, reusing nothing."""
@@ -359,8 +366,8 @@ class ModelRunner:
         decoder = self._backend
         if decoder is None or not decoder.scores_device_drafts or self.long_rope_threshold:
             return False
-        held = [len(tokens) for tokens in self.cache.tokens_in[:batch]]
-        padding = Padding.of(self.cache, 0, held, num_nodes, fixed=True)
+        num_cached = [len(tokens) for tokens in self.cache.tokens_in[:batch]]
+        padding = Padding.of(self.cache, 0, num_cached, num_nodes, fixed=True)
         return decoder.supports(batch + padding.num_sequences, num_nodes, True)
 
     # --------------------------------------------------------------------------------- at load
@@ -425,13 +432,14 @@ class ModelRunner:
         self.prefill(slot, prompt)
         nodes = torch.randint(0, self.vocab_size, (1, 6), generator=generator)
         parents = torch.tensor([[-1, 0, 0, 1, 3, 2]])
-        self._linears.enabled = False  # the model's very own arithmetic
-        theirs = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
-        self._linears.enabled = True
-        self._backend = backend
-        ours = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
-        self._backend = None
-        self.cache.tokens_in[slot].clear()
+        try:
+            self._linears.enabled = False  # theirs, not ours
+            theirs = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
+            self._linears.enabled, self._backend = True, backend
+            ours = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
+        finally:
+            self._linears.enabled, self._backend = True, None
+            self.cache.tokens_in[slot].clear()
         gap = float((theirs - ours).norm() / theirs.norm().clamp(min=1e-6))
         if not gap < backend.tolerance:
             return f"its logits differ from the model's own by {gap:.1e} (relative)"

@@ -89,8 +89,8 @@ def long_rope_threshold(model: Any) -> int | None:
 
 @torch.inference_mode()
 def refuse_disagreeing(runner: Any) -> None:
-    """An architecture that is not in TESTED must agree with itself: in chunks, through our cache
-    and mask, as a chain and as a tree, as well as in one plain forward."""
+    """For an architecture that is not in TESTED: its logits through our cache and mask, in chunks,
+    of a chain and of a tree, must be those of one plain forward."""
     name = type(runner.model).__name__
     if not runner.uses_interface:
         raise UnsupportedModelError(
@@ -98,7 +98,9 @@ def refuse_disagreeing(runner: Any) -> None:
             "batches"
         )
     generator = torch.Generator().manual_seed(0)
-    count = min(48, runner.max_context - 8)
+    count = min(48, runner.max_context)
+    if count < 3:
+        raise ConfigError(f"max_context must be 3 or more for {name}, which is checked at load")
     ids = torch.randint(0, runner.vocab_size, (1, count), generator=generator)
     own = runner.model(input_ids=ids.to(runner.device), use_cache=False).logits.float()
     half = count // 2

@@ -52,8 +52,10 @@ class Verifier:
         # Kernels whose bits depend on the shape of a forward are given one shape only.
         self.fixed_shape = self.replay and not self.runner.batch_invariant
         self.max_nodes = REPLAY_NODES if self.fixed_shape else MAX_NODES
+        # Whose tokens each slot was last compared with: the id of a sequence.
+        self._owners = [-1] * max_batch
         self._tested: set[int] = set()  # values of kv_len that passed the self-test
-        self._written = 0  # KV entries of slot 0 that were written for timing
+        self._num_written = 0  # KV entries of slot 0 that were written for timing
         if self.replay:
             self._self_test(0, min(REPLAY_KV_LEN, self.cache.num_entries))
 
@@ -68,22 +70,21 @@ class Verifier:
     # ------------------------------------------------------------------------------- a prompt
 
     def prefill(self, slot: int, sequence: SequenceState) -> int:
-        """Computes all tokens but the last, which is the root of the next step; returns how many of
-        them the slot held already."""
+        """Computes the KV entries of all tokens but the last, which is the root of the next step,
+        reusing those that the slot holds; returns how many it reused."""
         tokens = sequence.tokens[:-1]
         if self.replay:
             self._self_test(slot, self._kv_len(sequence))
         if self.fixed_shape:
             kv_len = self._kv_len(sequence)
             return self.runner.prefill(slot, tokens, chunk=REPLAY_CHUNK, kv_len=kv_len)
-        if not sequence.request.reuse:
-            self.cache.tokens_in[slot].clear()
         return self.runner.prefill(slot, tokens)
 
     def prefill_slots(self, first_slot: int, sequences: Sequence[SequenceState]) -> None:
         """The same for several sequences in slots from `first_slot` on, reusing nothing."""
         if self.replay:
             for slot, sequence in enumerate(sequences, start=first_slot):
+                self.cache.tokens_in[slot].clear()
                 self.prefill(slot, sequence)
         else:
             self.runner.prefill_slots(first_slot, [s.tokens[:-1] for s in sequences])
@@ -91,8 +92,8 @@ class Verifier:
     # --------------------------------------------------------------------------------- a step
 
     def forward(self, batch: Batch, draft: Draft | DeviceDraft) -> ForwardOutput:
-        """One forward over all nodes of all sequences; several in replay mode, and where longrope
-        rotates some sequences otherwise than the rest."""
+        """One forward over all nodes of all sequences; one per sequence in fixed-shape replay, and
+        where sequences use different frequencies of longrope."""
         self._repair(batch)
         slots = range(len(batch.sequences))
         if isinstance(draft, DeviceDraft) and draft.trees is not None:
@@ -103,8 +104,8 @@ class Verifier:
             return output
         parents = None if draft.is_chain else draft.parent_tensor
         if self.fixed_shape:
-            # Each sequence in a forward of its own, always of one shape over as many KV entries: a
-            # token's logits are the same bits as a root, as a drafted node, in any batch.
+            # One forward per sequence, always of the same shape and number of KV entries: a token's
+            # logits are the same bits as a root or a drafted node, and in any batch.
             padded = F.pad(draft.token_tensor, (0, REPLAY_NODES - draft.width))
             kv_lens = [self._kv_len(sequence) for sequence in batch.sequences]
             alone = [self._forward_one(padded, slot, None, kv_lens[slot]) for slot in slots]
@@ -117,26 +118,32 @@ class Verifier:
     def _forward_one(
         self, tokens: Tensor, slot: int, parents: Tensor | None, kv_len: int | None
     ) -> Tensor:
-        own = slice(slot, slot + 1)
-        parents = None if parents is None else parents[own]
-        output = self.runner.forward(tokens[own], first_slot=slot, parents=parents, kv_len=kv_len)
+        parents = None if parents is None else parents[slot : slot + 1]
+        output = self.runner.forward(
+            tokens[slot : slot + 1], first_slot=slot, parents=parents, kv_len=kv_len
+        )
         return output.logits.clone()
 
     def _repair(self, batch: Batch) -> None:
-        """A step that was interrupted may have kept KV entries of tokens that never were committed,
-        or lost those of some that were. And a sequence that has just outgrown longrope's threshold
-        is rotated anew, as transformers does."""
+        """Prefills what slots lack of their sequences' tokens. An interrupted step may have kept KV
+        entries of tokens that were never emitted, or lost some; an interrupted move of slots leaves
+        another sequence's. A sequence that has outgrown longrope's threshold is computed anew with
+        the other frequencies, as in transformers."""
         long_rope = self.runner.long_rope_threshold is not None
         for slot, sequence in enumerate(batch.sequences):
             held, needed = self.cache.tokens_in[slot], len(sequence.tokens) - 1
             del held[needed:]
-            if len(held) < needed:
-                self.prefill(slot, sequence)
-            if long_rope and self.cache.long_rope[slot] != self.runner.is_long_rope(needed + 1):
+            if self._owners[slot] != sequence.id:
+                if held != sequence.tokens[: len(held)]:
+                    held.clear()
+                self._owners[slot] = sequence.id
+            if len(held) < needed or (
+                long_rope and self.cache.long_rope[slot] != self.runner.is_long_rope(needed + 1)
+            ):
                 self.prefill(slot, sequence)
 
     def verifies_device_draft(self, draft: DeviceDraft, batch: Batch) -> bool:
-        """Whether a draft that the host has not seen can be verified as it is."""
+        """Whether a device draft can be verified without a copy on the host."""
         if self.fixed_shape or draft.roots != batch.roots:
             return False
         size, width = draft.token_tensor.shape
@@ -154,10 +161,10 @@ class Verifier:
         """Seconds of a forward over so many nodes behind so many KV entries, for an idle cache."""
         held = self.cache.tokens_in[0]
         held[:] = [0] * kv_len
-        if kv_len > self._written:  # a CPU would read one and the same unwritten page otherwise
+        if kv_len > self._num_written:  # unwritten memory is one zero page, read from a CPU's cache
             for stored in self.cache.tensors():
                 stored[:, 0, :, :kv_len] = 0
-            self._written = kv_len
+            self._num_written = kv_len
         nodes = torch.zeros(1, num_nodes, dtype=torch.long)
         self.runner.synchronize()
         start = time.perf_counter() - CompileTime.seconds
@@ -169,9 +176,8 @@ class Verifier:
     # --------------------------------------------------------------------------------- replay
 
     def _kv_len(self, sequence: SequenceState) -> int:
-        """How many KV entries this request's forwards read in replay mode: a power of two that the
-        request alone decides, so that sums run over the same range from its first token to its
-        last."""
+        """How many KV entries this request's forwards read in replay mode: a power of two that
+        depends on the request alone, so that all its forwards sum over the same range."""
         longest = sequence.prompt_length + (sequence.params.max_tokens or 0)
         kv_len = REPLAY_KV_LEN
         while kv_len < longest + REPLAY_CHUNK:
