@@ -32,6 +32,8 @@ class Drafter(Protocol):
 
     def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
         """A tree of guesses for each sequence, no deeper than `batch.max_depths`; None for none.
+        Deeper host drafts are cut. Device drafts are verified whole, whose shape is that of a CUDA
+        graph; tokens beyond `max_tokens` are dropped afterwards.
 
         A drafter that samples draws with `batch.draft_sampler` and returns None: what it drew is
         the draft. Tokens that it does not draw there count as certain (point masses).
