@@ -190,7 +190,7 @@ def truth_of(
     """Attention of the nodes of one sequence from `num_earlier` on. `earlier`: its keys and values
     by position, then by node of the block. Returns its output, and the new keys and values."""
     spec, layer = made.spec, made.spec.layers[0]
-    num_nodes, kv_len = len(qkv), len(earlier) - num_earlier
+    num_nodes, num_cached = len(qkv), len(earlier) - num_earlier
     kv_size = spec.num_kv_heads * spec.head_dim
     q, k, v = (
         part.view(num_nodes, -1, spec.head_dim)
@@ -200,14 +200,14 @@ def truth_of(
         q, k = rms(q, layer.q_norm, spec.norm_eps), rms(k, layer.k_norm, spec.norm_eps)
     depths = depths_of(parents)
     new = range(num_earlier, num_earlier + num_nodes)
-    keys = torch.stack([rotated(k[i], made, kv_len + depths[at]) for i, at in enumerate(new)])
-    positions = [*range(kv_len), *(kv_len + depth for depth in depths)]
+    keys = torch.stack([rotated(k[i], made, num_cached + depths[at]) for i, at in enumerate(new)])
+    positions = [*range(num_cached), *(num_cached + depth for depth in depths)]
     all_keys = torch.stack([*(key.float() for key, _ in earlier), *keys])
     all_values = torch.stack([*(value.float() for _, value in earlier), *v.float()])
     attended = []
     for i, at in enumerate(new):
-        bits, position = ancestor_bits(parents)[at], kv_len + depths[at]
-        visible = [*range(kv_len), *(kv_len + n for n in range(new.stop) if bits >> n & 1)]
+        bits, position = ancestor_bits(parents)[at], num_cached + depths[at]
+        visible = [*range(num_cached), *(num_cached + n for n in range(new.stop) if bits >> n & 1)]
         window = layer.sliding_window or 1 << 30
         visible = [entry for entry in visible if position - positions[entry] < window]
         query = rotated(q[i], made, position)
@@ -242,20 +242,20 @@ def test_attend_and_combine_splits(case: str, dtype: torch.dtype) -> None:
     """Of two sequences: one ends within a block of KV entries, and one near the end of a block."""
     kind, parents, num_earlier, splits, blocks = CASES[case]
     made, num_nodes = layers(kind, dtype), len(parents) - num_earlier
-    kv_lens = [5, 64 - len(parents) if splits == 1 else 125]
+    counts = [5, 64 - len(parents) if splits == 1 else 125]
     cache, count = made.cache, 2 * num_nodes
     qkv = made.qkv[:count] = noise(count, made.qkv.shape[1]).to(dtype)
     for number, stored in enumerate((cache.keys[0], cache.values[0])):
         stored.copy_(noise(*stored.shape, seed=10 + number))
     copies = [stored.clone() for stored in (cache.keys[0], cache.values[0])]
     block = NodeBlock(
-        torch.tensor([1]), torch.tensor(kv_lens), torch.tensor([depths_of(parents)] * 2),
+        torch.tensor([1]), torch.tensor(counts), torch.tensor([depths_of(parents)] * 2),
         torch.tensor([ancestor_bits(parents)] * 2), num_nodes, num_earlier,
     )  # fmt: skip
     scratch = scratch_for(made, count, splits)
     made._attend(0, made.spec.layers[0], block, KVSplits(1, splits, blocks), scratch)
-    for b, kv_len in enumerate(kv_lens):
-        slot, held = 1 + b, kv_len + num_earlier
+    for b, num_cached in enumerate(counts):
+        slot, held = 1 + b, num_cached + num_earlier
         earlier = [(copies[0][slot, :, at], copies[1][slot, :, at]) for at in range(held)]
         part = slice(b * num_nodes, (b + 1) * num_nodes)
         attended, keys, values = truth_of(made, qkv[part], earlier, parents, num_earlier)

@@ -54,13 +54,13 @@ class Backend(Protocol):
     def forward(
         self,
         tokens: Tensor,
-        kv_lens: Sequence[int],
+        num_cached: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         *,
         cache_slice: CacheSlice,
         with_logits: bool = True,
     ) -> ForwardOutput | None:
-        """Runs nodes `tokens` [B, N] behind the `kv_lens` [B] entries of their slots, and writes
+        """Runs nodes `tokens` [B, N] behind the `num_cached` [B] entries of their slots, and writes
         their KV entries. `parents` of trees; None: chains. The output's tensors may be overwritten
         by the next forward. None if this backend cannot run this pass after all."""
         ...

@@ -17,19 +17,19 @@ NAME = "draftahead"
 PROBE = "draftahead_probe"
 
 
-def distances(lengths: Tensor, depths: Tensor, ancestors: Tensor | None, kv_len: int) -> Tensor:
-    """[B] lengths of the slots, [B, N] depths of the nodes -> [B, 1, N, kv_len] int64 distances.
+def distances(num_cached: Tensor, depths: Tensor, ancestors: Tensor | None, kv_len: int) -> Tensor:
+    """`num_cached` [B] entries before the nodes, their `depths` [B, N] -> [B, 1, N, kv_len] int64.
 
     `ancestors` [B, N, N] marks the ancestors of each node; None for chains, where those are all
     earlier nodes.
     """
-    positions = lengths[:, None] + depths  # [B, N]
-    entries = torch.arange(kv_len, device=lengths.device)
+    positions = num_cached[:, None] + depths  # [B, N]
+    entries = torch.arange(kv_len, device=num_cached.device)
     found = positions[:, :, None] - entries
     if ancestors is not None:
         batch, num_nodes = depths.shape
         apart = (depths[:, :, None] - depths[:, None, :]).where(ancestors, -1)  # [B, N, N]
-        node = entries - lengths[:, None]  # which node of this forward an entry holds, [B, kv_len]
+        node = entries - num_cached[:, None]  # [B, kv_len] node of this forward in an entry
         index = node.clamp(0, num_nodes - 1)[:, None].expand(batch, num_nodes, kv_len)
         apart = apart.gather(2, index).where((node < num_nodes)[:, None], -1)
         found = found.where((node < 0)[:, None], apart)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,14 +38,14 @@ def test_a_forward_reads_its_inputs_from_one_block(known: Any) -> None:
     inputs.write(tokens, [10, 20], None, 1)
     inputs.copy_to_device()
     assert inputs.num_context_tokens.tolist() == [1]
-    assert inputs.kv_lens.tolist() == [10, 20]
+    assert inputs.num_cached.tolist() == [10, 20]
     assert inputs.tokens.tolist() == tokens.tolist()
     assert inputs.depths.tolist() == [[0, 1, 2]] * 2
     assert inputs.ancestors.tolist() == [[0b1, 0b11, 0b111]] * 2
     inputs.write(tokens, [11, 21], [[-1, 0, 0], [-1, 0, 1]], 2)
-    assert inputs.kv_lens.tolist() == [10, 20]  # nothing is copied before the forward itself
+    assert inputs.num_cached.tolist() == [10, 20]  # nothing is copied before the forward itself
     inputs.copy_to_device()
-    assert inputs.kv_lens.tolist() == [11, 21]
+    assert inputs.num_cached.tolist() == [11, 21]
     assert inputs.depths.tolist() == [[0, 1, 1], [0, 1, 2]]
     assert inputs.ancestors.tolist() == [[0b1, 0b11, 0b101], [0b1, 0b11, 0b111]]
 
@@ -56,7 +57,7 @@ def test_of_a_device_tree_only_the_roots_come_from_the_host() -> None:
     inputs.tokens.fill_(-1)
     inputs.copy_to_device()
     assert len(inputs.words) == 5
-    assert inputs.num_context_tokens.tolist() == [1] and inputs.kv_lens.tolist() == [10, 20]
+    assert inputs.num_context_tokens.tolist() == [1] and inputs.num_cached.tolist() == [10, 20]
     assert inputs.roots.tolist() == [5, 6]
     assert torch.equal(inputs.trees, trees[:, :2])
     assert bool((inputs.tokens == -1).all())  # for a kernel to fill in
@@ -188,13 +189,13 @@ def test_a_body_that_waits_for_the_device_is_not_captured(
 def test_graphs_are_not_dropped_while_the_device_may_run_them(
     gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs, renewed = GraphPool(CPU, "it"), []
-    monkeypatch.setattr(EmulatedGpu, "renew", renewed.append)
+    graphs, calls = GraphPool(CPU, "it"), list[str]()
+    for name in ("synchronize", "renew"):
+        monkeypatch.setattr(gpu, name, partial(calls.append, name))
     run(graphs, doubled)
-    waits = gpu.waits
     with pytest.warns(UserWarning, match="cannot be captured"):
         assert run(graphs, lambda inputs: inputs.parts[0].item(), key="other") is None
-    assert gpu.waits == waits + 1 and renewed == [gpu]
+    assert calls[-2:] == ["synchronize", "renew"]
 
 
 @pytest.mark.parametrize("fault", [TypeError, ValueError, AssertionError, KeyError])

@@ -102,7 +102,7 @@ class ForwardArgs(Struct):
         ("num_nodes", INT),
         ("first_slot", INT),
         ("num_context_tokens", INT),
-        ("kv_lens", POINTER),
+        ("num_cached", POINTER),
         ("tree_size", INT),
         ("tree_nodes", POINTER),
         ("depths", POINTER),

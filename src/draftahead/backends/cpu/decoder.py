@@ -74,7 +74,7 @@ class CpuDecoder:
     def forward(
         self,
         tokens: Tensor,
-        kv_lens: Sequence[int],
+        num_cached: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         *,
         cache_slice: CacheSlice,
@@ -87,7 +87,7 @@ class CpuDecoder:
         # Any forward may overwrite the KV entries of an earlier draft.
         lower, all_layers._lower_layers = all_layers._lower_layers, None
         hidden = self._spec.embed(tokens).contiguous()
-        nodes = self._nodes(hidden, kv_lens, parents, cache_slice)
+        nodes = self._nodes(hidden, torch.tensor(num_cached), parents, cache_slice)
         parents = parents or [range(-1, num_nodes - 1)] * num_slots
         vocab_size = self._model.lm_head.out_features if with_logits else 0
         outputs = Outputs.empty(num_slots, num_nodes, vocab_size)
@@ -95,7 +95,7 @@ class CpuDecoder:
         model, first_slot = self._model, cache_slice.first_slot
         if self._num_first_layers:
             lower = LowerLayerCache.extended_by(
-                lower, self._num_first_layers, self._cache, first_slot, kv_lens
+                lower, self._num_first_layers, self._cache, first_slot, num_cached
             )
             if lower is not None and not lower.num_nodes:
                 nodes = nodes._replace(num_context_tokens=1)  # the root, as verification has it
@@ -108,7 +108,7 @@ class CpuDecoder:
         if self._num_first_layers and lower is not None:
             all_layers._lower_layers = lower.with_nodes(tokens.tolist(), parents, hidden)
         if captured is not None:
-            entries = torch.tensor(kv_lens)[:, None] + torch.arange(num_nodes)
+            entries = nodes.num_cached[:, None] + torch.arange(num_nodes)
             self._cache.store_hidden(captured.hidden, first_slot, entries)
         if not with_logits:
             return ForwardOutput(outputs.logits)
@@ -117,7 +117,7 @@ class CpuDecoder:
     def _nodes(
         self,
         hidden: Tensor,
-        kv_lens: Sequence[int],
+        num_cached: Tensor,
         parents: Sequence[Sequence[int]] | None,
         cache_slice: CacheSlice,
     ) -> Nodes:
@@ -128,8 +128,7 @@ class CpuDecoder:
         else:
             depths = torch.tensor([tree.depths(one) for one in parents])
             ancestors = torch.tensor([tree.ancestor_bits(one) for one in parents])
-        starts = torch.tensor(kv_lens)
-        positions = (starts[:, None] + depths).clamp(max=cache_slice.last_position)
+        positions = (num_cached[:, None] + depths).clamp(max=cache_slice.last_position)
         cos, sin = (
             angles.expand(len(hidden), -1, -1).contiguous()
             for angles in self._spec.rotary(hidden, positions)
@@ -138,7 +137,7 @@ class CpuDecoder:
         return Nodes(
             first_slot=cache_slice.first_slot,
             num_context_tokens=cache_slice.num_context_tokens,
-            kv_lens=starts,
+            num_cached=num_cached,
             depths=depths.to(torch.int32),
             ancestors=ancestors,
             cos=cos,

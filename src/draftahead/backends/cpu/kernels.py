@@ -25,7 +25,7 @@ class Nodes(NamedTuple):
 
     first_slot: int
     num_context_tokens: int  # nodes of each sequence that are text; the rest are drafted
-    kv_lens: Tensor  # [B] KV entries before the nodes
+    num_cached: Tensor  # [B] KV entries before the nodes
     depths: Tensor  # [B, T] int32
     ancestors: Tensor  # [B, T] int64, as bits
     cos: Tensor  # [B, N, head_dim]
@@ -36,7 +36,7 @@ class Nodes(NamedTuple):
         return Nodes(
             self.first_slot + part.start,
             self.num_context_tokens,
-            self.kv_lens[part],
+            self.num_cached[part],
             self.depths[part],
             self.ancestors[part],
             self.cos[part],
@@ -114,7 +114,7 @@ class Kernels:
             num_nodes=num_nodes,
             first_slot=nodes.first_slot,
             num_context_tokens=nodes.num_context_tokens,
-            kv_lens=_address(nodes.kv_lens),
+            num_cached=_address(nodes.num_cached),
             tree_size=nodes.depths.shape[1],
             tree_nodes=_address(nodes.tree_nodes),
             depths=_address(nodes.depths),

@@ -40,13 +40,13 @@ class LowerLayerCache:
         num_layers: int,
         cache: KVCache,
         first_slot: int,
-        kv_lens: Sequence[int],
+        num_cached: Sequence[int],
     ) -> LowerLayerCache | None:
-        """The record that a forward over the first layers, behind `kv_lens` entries, adds to: an
+        """The record that a forward over the first layers, behind `num_cached` entries, adds to: an
         empty one if it starts behind the slots' tokens; `last` if it continues its nodes as a
         chain; None if it does neither."""
-        tokens_in = [list(cache.tokens_in[first_slot + b]) for b in range(len(kv_lens))]
-        if [len(tokens) for tokens in tokens_in] == list(kv_lens):
+        tokens_in = [list(cache.tokens_in[first_slot + b]) for b in range(len(num_cached))]
+        if [len(tokens) for tokens in tokens_in] == list(num_cached):
             empty: list[list[int]] = [[] for _ in tokens_in]
             return LowerLayerCache(
                 num_layers, first_slot, tokens_in, cache.version, empty, empty, torch.empty(0)
@@ -56,7 +56,7 @@ class LowerLayerCache:
         if not last._is_valid(cache, first_slot, len(tokens_in)):
             return None
         chain = list(range(-1, last.num_nodes - 1))
-        continues = [len(tokens) + last.num_nodes for tokens in tokens_in] == list(kv_lens)
+        continues = [len(tokens) + last.num_nodes for tokens in tokens_in] == list(num_cached)
         return last if continues and all(one == chain for one in last.parents) else None
 
     def with_nodes(

@@ -62,7 +62,7 @@ class CudaDecoder:
     def forward(
         self,
         tokens: Tensor,
-        kv_lens: Sequence[int],
+        num_cached: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         *,
         cache_slice: CacheSlice,
@@ -73,7 +73,7 @@ class CudaDecoder:
             splits,
             partial(self._launch, splits=splits),
             tokens,
-            kv_lens,
+            num_cached,
             parents,
             cache_slice.num_context_tokens,
         )
@@ -104,7 +104,7 @@ class CudaDecoder:
             BLOCK=power_of_two(spec.hidden_size),
         )  # fmt: skip
         block = NodeBlock(
-            inputs.num_context_tokens, inputs.kv_lens, inputs.depths, inputs.ancestors, num_nodes
+            inputs.num_context_tokens, inputs.num_cached, inputs.depths, inputs.ancestors, num_nodes
         )
         layers.run(block, splits, after_layer=partial(self._capture, count=count))
         tiles, _ = layers.lm_head(count)
@@ -114,7 +114,7 @@ class CudaDecoder:
             tiles=tiles, BLOCK=power_of_two(tiles),
         )  # fmt: skip
         if self._capture_depths:
-            entries = inputs.kv_lens[:, None] + torch.arange(num_nodes, device=self.device)
+            entries = inputs.num_cached[:, None] + torch.arange(num_nodes, device=self.device)
             hidden = self._captured[:count].view(batch, num_nodes, len(self._capture_depths), -1)
             self.cache.store_hidden(hidden, splits.first_slot, entries)
         logits = layers.logits[:count].view(batch, num_nodes, -1)

@@ -62,7 +62,7 @@ class NodeInputs(Inputs):
         shapes = [(1,), (batch,), (batch,), size, size, size, (batch, 2, num_nodes)]
         super().__init__(shapes, device, {"all": 6, "shape": 5, "roots": 3}[known])
         self.known = known
-        self.num_context_tokens, self.kv_lens, self.roots, *parts = self.parts
+        self.num_context_tokens, self.num_cached, self.roots, *parts = self.parts
         # Of device drafts, the forward itself computes the others from `trees`.
         self.depths, self.ancestors, self.tokens, self.trees = parts
         self._chain = [*range(num_nodes)] * batch  # depths and ancestors of chains
@@ -71,11 +71,11 @@ class NodeInputs(Inputs):
     def write(
         self,
         tokens: Tensor,
-        kv_lens: Sequence[int],
+        num_cached: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         num_context_tokens: int,
     ) -> None:
-        start = [num_context_tokens, *kv_lens]
+        start = [num_context_tokens, *num_cached]
         if isinstance(parents, DeviceTree):
             self.words[:] = [*start, *parents.roots]
             self.trees.copy_(parents.trees[:, :2])
@@ -85,7 +85,7 @@ class NodeInputs(Inputs):
             shape = [depth for one in parents for depth in tree.depths(one)]
             shape += [word for one in parents for word in tree.ancestor_bits(one)]
         known_tokens = tokens.flatten().tolist() if self.known == "all" else ()
-        self.words[:] = [*start, *[0] * len(kv_lens), *shape, *known_tokens]
+        self.words[:] = [*start, *[0] * len(num_cached), *shape, *known_tokens]
         if self.known == "shape":
             self.tokens.copy_(tokens)
 
@@ -166,7 +166,7 @@ class GraphPool:
         key: Hashable,
         body: Body,
         tokens: Tensor,
-        kv_lens: Sequence[int],
+        num_cached: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         num_context_tokens: int,
     ) -> Output | None:
@@ -178,7 +178,7 @@ class GraphPool:
             (key, batch, num_nodes, known),
             body,
             lambda: NodeInputs(batch, num_nodes, self._device.device, known),
-            lambda inputs: inputs.write(tokens, kv_lens, parents, num_context_tokens),
+            lambda inputs: inputs.write(tokens, num_cached, parents, num_context_tokens),
         )
 
     def run(

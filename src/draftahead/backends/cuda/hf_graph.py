@@ -56,7 +56,7 @@ class GraphedForward:
     def forward(
         self,
         tokens: Tensor,
-        kv_lens: Sequence[int],
+        num_cached: Sequence[int],
         parents: Sequence[Sequence[int]] | DeviceTree | None,
         *,
         cache_slice: CacheSlice,
@@ -67,7 +67,7 @@ class GraphedForward:
             cache_slice,
             partial(self._launch, cache_slice=cache_slice),
             tokens,
-            kv_lens,
+            num_cached,
             parents,
             cache_slice.num_context_tokens,
         )
@@ -79,12 +79,12 @@ class GraphedForward:
 
     def _launch(self, inputs: NodeInputs, cache_slice: CacheSlice) -> tuple[Tensor | None, ...]:
         first_slot, kv_len, last_position, num_context_tokens = cache_slice
-        num_nodes, kv_lens = inputs.tokens.shape[1], inputs.kv_lens
-        index = torch.arange(num_nodes, device=kv_lens.device)
+        num_nodes, num_cached = inputs.tokens.shape[1], inputs.num_cached
+        index = torch.arange(num_nodes, device=num_cached.device)
         ancestors = ((inputs.ancestors[:, :, None] >> index) & 1) == 1
-        mask = attention.distances(kv_lens, inputs.depths, ancestors, kv_len)
-        positions = (kv_lens[:, None] + inputs.depths).clamp(max=last_position)
-        entries = kv_lens[:, None] + index
+        mask = attention.distances(num_cached, inputs.depths, ancestors, kv_len)
+        positions = (num_cached[:, None] + inputs.depths).clamp(max=last_position)
+        entries = num_cached[:, None] + index
         view = CacheView(self._cache, first_slot, entries, kv_len, num_context_tokens)
         if self._layers is None:
             return (self._forward(inputs.tokens, positions, mask, view, True),)
@@ -101,7 +101,7 @@ class PrefillInputs(Inputs):
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         super().__init__([(1,), (1,), (1,), (1, num_tokens)], device)
-        self.slot, self.kv_len, self.num_context_tokens, self.tokens = self.parts
+        self.slot, self.num_cached, self.num_context_tokens, self.tokens = self.parts
 
 
 class GraphedPrefill:
@@ -114,17 +114,17 @@ class GraphedPrefill:
         self.graphs = GraphPool(cache.keys[0].device, owner)
         self._seen: set[tuple[int, int]] = set()
 
-    def run(self, slot: int, tokens: Sequence[int], held: int, last_position: int) -> bool:
-        """Tokens behind the first `held` of a slot; False where nothing was computed."""
+    def run(self, slot: int, tokens: Sequence[int], num_cached: int, last_position: int) -> bool:
+        """Computes tokens behind `num_cached` entries of a slot; False if nothing was computed."""
         size = max(MIN_PREFILL, power_of_two(len(tokens)))
-        kv_len = _rounded(held + size, self._cache)
+        kv_len = _rounded(num_cached + size, self._cache)
         is_new = (size, kv_len) not in self._seen
         self._seen.add((size, kv_len))
-        if is_new or held + size > kv_len or not self.graphs.works:
+        if is_new or num_cached + size > kv_len or not self.graphs.works:
             return False
 
         def write(inputs: PrefillInputs) -> None:
-            inputs.words[:] = [slot, held, len(tokens), *tokens, *[0] * (size - len(tokens))]
+            inputs.words[:] = [slot, num_cached, len(tokens), *tokens, *[0] * (size - len(tokens))]
 
         found = self.graphs.run(
             (size, kv_len, last_position),
@@ -137,9 +137,9 @@ class GraphedPrefill:
     def _launch(
         self, inputs: PrefillInputs, kv_len: int, last_position: int
     ) -> tuple[Tensor | None, ...]:
-        depths = torch.arange(inputs.tokens.shape[1], device=inputs.kv_len.device)[None]
-        mask = attention.distances(inputs.kv_len, depths, None, kv_len)
-        entries = inputs.kv_len[:, None] + depths
+        depths = torch.arange(inputs.tokens.shape[1], device=inputs.num_cached.device)[None]
+        mask = attention.distances(inputs.num_cached, depths, None, kv_len)
+        entries = inputs.num_cached[:, None] + depths
         view = CacheView(self._cache, inputs.slot, entries, kv_len, inputs.num_context_tokens)
         positions = entries.clamp(max=last_position)
         return (self._forward(inputs.tokens, positions, mask, view, False),)

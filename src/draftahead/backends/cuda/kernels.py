@@ -246,7 +246,7 @@ def _finite(value):
 )
 def attend(
     qkv, keys, values, cos, sin, q_norm, k_norm, eps,
-    num_context_tokens, kv_lens, depths, ancestors, first_slot, last_position,
+    num_context_tokens, num_cached, depths, ancestors, first_slot, last_position,
     attended, split_sums, split_max, split_weights, num_nodes, num_earlier, block_size, num_entries,
     scaling, window,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -271,7 +271,7 @@ def attend(
     query = query_block * QUERIES + tl.arange(0, QUERIES)
     node = query % num_nodes
     is_query = query < GROUP * num_nodes
-    kv_len = tl.load(kv_lens + seq).to(tl.int32)
+    num_cached = tl.load(num_cached + seq).to(tl.int32)
     num_context = tl.load(num_context_tokens).to(tl.int32)  # nodes of the text; drafted ones follow
     depth = tl.load(depths + seq * block_size + num_earlier + node).to(tl.int32)
     ancestor_bits = tl.load(ancestors + seq * block_size + num_earlier + node)
@@ -284,7 +284,7 @@ def attend(
     )
     if HEAD_NORM:
         q_low, q_high = _rms_normed_head(q_low, q_high, q_norm, half_dim, eps, HEAD_DIM)
-    position = tl.minimum(kv_len + depth, last_position)
+    position = tl.minimum(num_cached + depth, last_position)
     q_low, q_high = _rotated(q_low, q_high, cos, sin, position, half_dim, HEAD_DIM)
 
     base = ((first_slot + seq) * NUM_KV_HEADS + head).to(tl.int64) * num_entries * HEAD_DIM
@@ -300,12 +300,12 @@ def attend(
         k_low = tl.load(keys + k_at, mask=(entry < num_entries)[:, None], other=0.0)
         k_high = tl.load(keys + k_at + HALF_DIM, mask=(entry < num_entries)[:, None], other=0.0)
         value = tl.load(values + v_at, mask=(entry < num_entries)[:, None], other=0.0)
-        is_context = entry < kv_len
-        distance = depth[:, None] + kv_len - entry[None, :]
+        is_context = entry < num_cached
+        distance = depth[:, None] + num_cached - entry[None, :]
         visible = is_context[None, :] & is_query[:, None]
-        if (start + BLOCK > kv_len) & (start < kv_len + num_earlier + num_nodes):
-            block_node = tl.maximum(entry - kv_len, 0)
-            in_block = (entry >= kv_len) & (block_node < num_earlier + num_nodes)
+        if (start + BLOCK > num_cached) & (start < num_cached + num_earlier + num_nodes):
+            block_node = tl.maximum(entry - num_cached, 0)
+            in_block = (entry >= num_cached) & (block_node < num_earlier + num_nodes)
             is_new = in_block & (block_node >= num_earlier)
             n_at = (seq * num_nodes + block_node - num_earlier) * QKV_DIM + (
                 NUM_HEADS + head
@@ -322,7 +322,7 @@ def attend(
             block_depth = tl.load(d_at, mask=in_block, other=0).to(tl.int32)
             if HEAD_NORM:
                 n_low, n_high = _rms_normed_head(n_low, n_high, k_norm, half_dim, eps, HEAD_DIM)
-            block_position = tl.minimum(kv_len + block_depth, last_position)
+            block_position = tl.minimum(num_cached + block_depth, last_position)
             n_low, n_high = _rotated(n_low, n_high, cos, sin, block_position, half_dim, HEAD_DIM)
             is_draft = (block_node >= num_context)[:, None]
             n_low = tl.where(is_draft, _finite(n_low), n_low)

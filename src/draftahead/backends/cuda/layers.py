@@ -36,7 +36,7 @@ class NodeBlock(NamedTuple):
     """Nodes of B sequences in a forward."""
 
     num_context_tokens: Tensor  # [1] the first nodes, which are text; drafted ones follow
-    kv_lens: Tensor  # [B] KV entries before the block
+    num_cached: Tensor  # [B] KV entries before the block
     depths: Tensor  # [B, N] of the whole block
     ancestors: Tensor  # [B, N] as bits
     num_nodes: int  # of a sequence, to compute
@@ -44,7 +44,7 @@ class NodeBlock(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        return len(self.kv_lens)
+        return len(self.num_cached)
 
     @property
     def total_nodes(self) -> int:
@@ -251,7 +251,7 @@ class CudaLayers:
             cos=self.cos, sin=self.sin,
             q_norm=layer.q_norm if has_norm else spec.final_norm,
             k_norm=layer.k_norm if has_norm else spec.final_norm, eps=spec.norm_eps,
-            num_context_tokens=block.num_context_tokens, kv_lens=block.kv_lens,
+            num_context_tokens=block.num_context_tokens, num_cached=block.num_cached,
             depths=block.depths, ancestors=block.ancestors, first_slot=splits.first_slot,
             last_position=cache.num_entries - 1, attended=self.attended, **scratch,
             num_nodes=block.num_nodes, num_earlier=block.num_earlier,

@@ -31,16 +31,16 @@ class Padding(NamedTuple):
 
     @staticmethod
     def of(
-        cache: KVCache, first_slot: int, held: Sequence[int], num_nodes: int, *, fixed: bool
+        cache: KVCache, first_slot: int, num_cached: Sequence[int], num_nodes: int, *, fixed: bool
     ) -> Padding:
-        """For a forward over so many nodes behind the `held` KV entries of slots from `first_slot`
-        on. `fixed`: the number of nodes stays as it is."""
+        """For a forward over `num_nodes` nodes behind `num_cached` entries of slots from
+        `first_slot` on. `fixed`: the number of nodes stays as it is."""
         if not device_of(cache.keys[0].device).is_gpu:
             return Padding()
-        batch = len(held)
+        batch = len(num_cached)
         is_kept = fixed or num_nodes > MAX_PADDED_NODES
         more_nodes = 0 if is_kept else power_of_two(num_nodes) - num_nodes
-        if max(held) + num_nodes + more_nodes > cache.num_entries:
+        if max(num_cached) + num_nodes + more_nodes > cache.num_entries:
             more_nodes = 0
         more = -batch % EXACT_SEQUENCES if batch > EXACT_SEQUENCES else 0
         idle = cache.tokens_in[first_slot + batch : first_slot + batch + more]

@@ -152,8 +152,8 @@ class CudaEagleHead:
         rng_keys: Sequence[Sequence[int]] = (),
         temperatures: Sequence[float] = (),
     ) -> Tensor | None:
-        """Computes the missing inputs of every sequence behind its `num_cached` entries: `tokens`, with
-        the hidden states before them, which lie in `entries` of the target's `hidden_states`
+        """Computes the missing inputs of every sequence behind its `num_cached` entries: `tokens`
+        and the hidden states before them, in `entries` of the target's `hidden_states`
         [slots, 1, entries, W * H]. Then builds trees from the last input. Returns [B, 3, num_nodes]
         tokens, parents and confidence, still under way on the device; None where that cannot be
         captured. With `plan.sampled`: the target's RNG key at each depth, and the temperatures."""

@@ -91,13 +91,13 @@ struct Model {
 };
 
 // One forward pass over num_nodes new nodes of each of num_slots sequences. They may be a part of
-// the tree_size nodes that lie behind the kv_lens entries of each slot (tree_nodes says which).
+// the tree_size nodes that lie behind the num_cached entries of each slot (tree_nodes says which).
 #define FORWARD_ARGS_FIELDS(FIELD)                                                                  \
   FIELD(int64_t, num_slots)                                                                         \
   FIELD(int64_t, num_nodes)                                                                         \
   FIELD(int64_t, first_slot)         /* of the cache */                                             \
   FIELD(int64_t, num_context_tokens) /* nodes of each sequence that are text; the rest: drafts */   \
-  FIELD(const int64_t*, kv_lens)     /* [num_slots] entries before the nodes */                     \
+  FIELD(const int64_t*, num_cached)     /* [num_slots] entries before the nodes */                     \
   FIELD(int64_t, tree_size)          /* nodes of a sequence that depths and ancestors tell of */    \
   FIELD(const int64_t*, tree_nodes)  /* [num_slots][num_nodes] index in the tree; null: all */      \
   FIELD(const int32_t*, depths)      /* [num_slots][tree_size] */                                   \

@@ -46,7 +46,7 @@ int64_t ancestor_entries(const QueryGroup& g, int64_t t, int64_t* entries) {
     int64_t ancestor = __builtin_ctzll(bits);
     int64_t distance = g.f.depths[node] - g.f.depths[tree + ancestor];
     if (!g.layer.sliding_window || distance < g.layer.sliding_window)
-      entries[count++] = g.f.kv_lens[g.slot] + ancestor;
+      entries[count++] = g.f.num_cached[g.slot] + ancestor;
   }
   return count;
 }
@@ -149,11 +149,11 @@ struct Context {
 
 Context context_of(const QueryGroup& g) {
   const ForwardArgs& f = g.f;
-  const int64_t kv_len = f.kv_lens[g.slot], window = g.layer.sliding_window;
+  const int64_t num_cached = f.num_cached[g.slot], window = g.layer.sliding_window;
   // With a sliding window a group holds one query: other nodes' windows begin elsewhere.
-  const int64_t position = kv_len + f.depths[g.slot * f.tree_size + tree_node(f, g.node(0))];
+  const int64_t position = num_cached + f.depths[g.slot * f.tree_size + tree_node(f, g.node(0))];
   const int64_t begin = window && position >= window ? position - window + 1 : 0;
-  return {begin, kv_len > begin ? kv_len - begin : 0, TILE_FLOATS / g.m.head_dim};
+  return {begin, num_cached > begin ? num_cached - begin : 0, TILE_FLOATS / g.m.head_dim};
 }
 
 void score_context(const QueryGroup& g, const Context& c, const float* keys) {

@@ -40,7 +40,7 @@ void store_kv(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, i
               int64_t kv_head, const float* k, const float* v) {
   const int64_t d = m.head_dim, slot = t / f.num_nodes, node = tree_node(f, t);
   const int64_t head = (f.first_slot + slot) * m.num_kv_heads + kv_head;
-  const int64_t at = (head * m.num_entries + f.kv_lens[slot] + node) * d;
+  const int64_t at = (head * m.num_entries + f.num_cached[slot] + node) * d;
   std::memcpy(layer.keys + at, k, d * sizeof(float));
   std::memcpy(layer.values + at, v, d * sizeof(float));
   if (node < f.num_context_tokens) return;

@@ -150,18 +150,18 @@ void read_inputs(const Model& m, const TreeArgs& args, int64_t threads, std::vec
   HeadBuffers buffers(m, num_tokens, threads);
   std::vector<int32_t> depths(num_tokens);
   std::vector<uint64_t> ancestors(num_tokens);
-  std::vector<int64_t> kv_lens(args.num_slots), top(args.num_slots * TOPK);
+  std::vector<int64_t> num_cached(args.num_slots), top(args.num_slots * TOPK);
   for (int64_t s = 0; s < args.num_slots; s++) {
-    kv_lens[s] = args.root_entries[s] - in.num_inputs[s] + 1;
+    num_cached[s] = args.root_entries[s] - in.num_inputs[s] + 1;
     for (int64_t i = 0; i < num_nodes; i++) {  // those behind num_inputs[s] are padding
       const int64_t t = s * num_nodes + i;
-      buffers.set(m, args, t, kv_lens[s] + i, in.tokens[t], projected.data() + t * size);
+      buffers.set(m, args, t, num_cached[s] + i, in.tokens[t], projected.data() + t * size);
       depths[t] = i;
       ancestors[t] = (uint64_t(2) << i) - 1;
     }
   }
   ForwardArgs f = buffers.forward_args(args.num_slots, num_nodes);
-  f.kv_lens = kv_lens.data(), f.tree_size = num_nodes;
+  f.num_cached = num_cached.data(), f.tree_size = num_nodes;
   f.depths = depths.data(), f.ancestors = ancestors.data();
   forward(m, f, threads);
   for (int64_t s = 0; s < args.num_slots; s++)
@@ -249,7 +249,7 @@ void head_forward(const Model& m, const TreeArgs& args, int64_t threads, std::ve
     }
   }
   ForwardArgs f = buffers.forward_args(num_slots, num_nodes);
-  f.kv_lens = args.root_entries, f.tree_size = tree_size, f.tree_nodes = tree_nodes.data();
+  f.num_cached = args.root_entries, f.tree_size = tree_size, f.tree_nodes = tree_nodes.data();
   f.depths = depths.data(), f.ancestors = ancestors.data();
   f.logits = logits.data(), f.topk = top.data();
   forward(m, f, threads);
