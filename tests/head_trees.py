@@ -11,10 +11,10 @@ from draftahead import LLM, SamplingParams
 from draftahead.core import tree
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.eagle.cuda import TreePlan
+from draftahead.drafters.eagle.cuda_head import TreePlan
 from draftahead.drafters.eagle.drafter import Eagle
 from draftahead.drafters.eagle.head import EagleHead, new_head
-from draftahead.drafters.eagle.trees import start_trees
+from draftahead.drafters.eagle.tree_forward import TreeForward
 from draftahead.drafters.tree_builder import TreeBuilder
 from drafted import next_batch
 
@@ -48,7 +48,7 @@ def assert_same_trees(
     drafter = llm.engine.drafter
     assert isinstance(drafter, Eagle) and drafter.launcher is not None
     batch, has_inputs = next_batch(llm, prompts, params), [True] * len(prompts)
-    trees = start_trees(drafter.runner, drafter.prefill, batch.sequences, has_inputs)
+    trees = TreeForward(drafter.runner, drafter.prefill, batch.sequences, has_inputs)
     built = TreeBuilder(plan.max_depth, plan.nodes_per_level).build(
         batch, trees.root_logits, trees.expand, [32] * len(prompts), drafter.runner.draft_to_target
     )

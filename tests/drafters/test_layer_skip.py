@@ -53,7 +53,7 @@ def test_the_search_finds_layers_that_do_nothing() -> None:
     assert search.agreement(layers_without(model, (1,))) < 0.9
     result = search.result()
     assert result.skip == (2, 4)
-    share = layers_without(model, (2, 4)).share
+    share = layers_without(model, (2, 4)).weight_share
     assert result.speed_up == pytest.approx(expected_speed_up(1.0, share), rel=1e-3)
     assert [len(held) for held in search.runner.cache.tokens_in] == [0, 19]
 

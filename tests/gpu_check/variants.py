@@ -20,9 +20,9 @@ from draftahead.backends.base import CacheSlice, DeviceTree
 from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.graphs import GraphPool
 from draftahead.backends.llama_spec import llama_spec_of
-from draftahead.drafters.eagle.cuda import CudaEagleHead, TreePlan, cuda_eagle_head
+from draftahead.drafters.eagle.cuda_head import CudaEagleHead, TreePlan
 from draftahead.drafters.eagle.head import EagleHead, new_head
-from draftahead.drafters.eagle.spec import head_spec
+from draftahead.drafters.eagle.spec import head_spec, input_projection
 from draftahead.kv.cache import KVCache, LayerKVShape
 from emulated_gpu import emulated_gpu
 
@@ -177,9 +177,9 @@ def head(target: Any, dtype: torch.dtype, spec: TreeSpec) -> tuple[EagleHead, Cu
     embed = target.get_input_embeddings()
     if embed.weight.is_meta:
         embed = embed.to_empty(device=CPU)
-    found = cuda_eagle_head(made, head_spec(made), cache, embed, cos_sin, spec.vocab_step == 1)
-    assert found is not None
-    return made, found
+    projection = input_projection(made, embed, None if spec.vocab_step == 1 else draft_tokens)
+    assert projection is not None
+    return made, CudaEagleHead(head_spec(made), cache, projection, cos_sin)
 
 
 def _normed(made: EagleHead, spec: TreeSpec, draft_tokens: torch.Tensor) -> EagleHead:

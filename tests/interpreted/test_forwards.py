@@ -14,7 +14,7 @@ from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.graphs import CapturedGraph
 from draftahead.core.device import Captured
 from draftahead.core.types import ForwardOutput
-from draftahead.drafters.eagle.cuda import TreePlan
+from draftahead.drafters.eagle.cuda_head import TreePlan
 from draftahead.models.runner import ModelRunner
 from graph_checks import eager, relative_error
 from head_trees import assert_same_trees, untrained_head
@@ -120,7 +120,7 @@ def test_device_drafts(kind: str, temperature: float, monkeypatch: pytest.Monkey
     plan = TreePlan(3, 2, 4, 6, temperature > 0)
     batch, launched = assert_same_trees(llm, prompts, params, plan, [1, 3])
     verifier = llm.engine.verifier
-    assert verifier.verifies_device_draft(launched, batch)
+    assert verifier.supports_device_draft(launched, batch)
     found = verifier.forward(batch, launched).logits.clone()
     draft, _ = launched.to_host()
     truth = eager(verifier.runner).forward(draft.token_tensor, parents=draft.parent_tensor).logits

@@ -29,10 +29,10 @@ class GuardedDrafter:
         self,
         drafter: Drafter,
         vocab_size: int,
-        verifies_device_draft: Callable[[DeviceDraft, Batch], bool],
+        supports_device_draft: Callable[[DeviceDraft, Batch], bool],
     ) -> None:
         self.drafter = drafter
-        self._vocab_size, self._verifies = vocab_size, verifies_device_draft
+        self._vocab_size, self._verifies = vocab_size, supports_device_draft
         self._faults = 0  # proposals that failed, in a row
         self._warned = False
 

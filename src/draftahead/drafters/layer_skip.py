@@ -128,12 +128,12 @@ class Search:
         groups = [tuple(rest[at : at + size]) for at in range(0, len(rest), size)]
         alone = {group: self.agreement(layers_without(model, group)) for group in groups}
         best, skipped = SearchResult((), 0.0), tuple[int, ...]()
-        smallest_share = layers_without(model, rest).share
+        smallest_share = layers_without(model, rest).weight_share
         for group in sorted(groups, key=lambda group: -alone[group]):
             skipped = tuple(sorted((*skipped, *group)))
             layers = layers_without(model, skipped)
             agreement = self.agreement(layers)
-            result = SearchResult(skipped, expected_speed_up(agreement, layers.share))
+            result = SearchResult(skipped, expected_speed_up(agreement, layers.weight_share))
             best = max(best, result, key=lambda result: result.speed_up)
             if expected_speed_up(agreement, smallest_share) <= best.speed_up:
                 break  # without more layers it will hardly agree more

@@ -13,7 +13,7 @@ from draftahead import LLM, Batch, SamplingParams
 from draftahead.core import tree
 from draftahead.drafters.eagle.cpu_trees import CpuTreeBuilder
 from draftahead.drafters.eagle.drafter import Eagle
-from draftahead.drafters.eagle.trees import start_trees
+from draftahead.drafters.eagle.tree_forward import TreeForward
 from eagle_heads import eagle_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -56,7 +56,7 @@ def test_trees_of_one_call_match_the_tree_builders(
     builder, batch = builder_and_batch(llm, drafter, zoo.ragged_prompts(3))
     assert builder.supports(batch, drafter.builder)
     cache = drafter.runner.cache
-    start_trees(drafter.runner, drafter.prefill, batch.sequences, [True] * 3)
+    TreeForward(drafter.runner, drafter.prefill, batch.sequences, [True] * 3)
     lengths = [len(tokens) for tokens in cache.tokens_in]
     before = [cache.keys[0][b, :, :length].clone() for b, length in enumerate(lengths)]
     for b, num_missing in enumerate((3, 1, 2)):
@@ -72,7 +72,7 @@ def test_trees_of_one_call_match_the_tree_builders(
     for b, length in enumerate(lengths):
         assert torch.allclose(cache.keys[0][b, :, :length], before[b], atol=1e-5)
 
-    trees = start_trees(drafter.runner, drafter.prefill, batch.sequences, [True] * 3)
+    trees = TreeForward(drafter.runner, drafter.prefill, batch.sequences, [True] * 3)
     levels = list[int]()
 
     def expand(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:

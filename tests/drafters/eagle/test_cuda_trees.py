@@ -9,7 +9,7 @@ import torch
 import zoo
 from cuda_models import cuda_model
 from draftahead import LLM, SamplingParams
-from draftahead.drafters.eagle.cuda import TreePlan
+from draftahead.drafters.eagle.cuda_head import TreePlan
 from drafted import ALL, KnowsOutput, OnDevice, random_head
 from graph_checks import assert_greedy, assert_waits_once_per_step
 from head_trees import HEADS, assert_same_trees, untrained_head

@@ -16,7 +16,7 @@ from draftahead.drafters.eagle.drafter import Eagle
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.prefill import HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
-from draftahead.drafters.eagle.trees import HeadTrees, start_trees
+from draftahead.drafters.eagle.tree_forward import TreeForward
 from eagle_heads import causal, eagle_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -40,9 +40,9 @@ def reference_logits(head: EagleHead, model: Any, text: list[int], path: list[in
     return head.logits(output[0, -1])
 
 
-def started(drafter: Eagle, sequences: Any) -> HeadTrees:
+def started(drafter: Eagle, sequences: Any) -> TreeForward:
     """Trees of roots alone; the head has read all of the sequences' inputs."""
-    return start_trees(drafter.runner, drafter.prefill, sequences, [True] * len(sequences))
+    return TreeForward(drafter.runner, drafter.prefill, sequences, [True] * len(sequences))
 
 
 @with_and_without_kernels

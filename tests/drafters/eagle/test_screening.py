@@ -18,7 +18,7 @@ from draftahead import LLM, SamplingParams
 from draftahead.backends.cpu.kernels import Nodes
 from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.drafters.eagle import io, screening
-from draftahead.drafters.eagle.cpu import MIN_BLOCKS, CpuEagleHead
+from draftahead.drafters.eagle.cpu_head import MIN_BLOCKS, CpuEagleHead
 from draftahead.drafters.eagle.head import EagleHead, new_head
 from draftahead.drafters.eagle.screening import Screening
 from draftahead.drafters.eagle.spec import head_spec

@@ -1,7 +1,7 @@
 """Draft trees on a CPU in one C++ call: the missing inputs and all levels.
 
 A level takes the kernels less than a millisecond, and returning to Python between levels would take
-as long again. The trees are those that TreeBuilder builds with HeadTrees.
+as long again. The trees are those that TreeBuilder builds with TreeForward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftahead.backends.cpu.linear import is_supported, weights_of
 from draftahead.core.device import padded
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.eagle.cpu import CpuEagleHead
+from draftahead.drafters.eagle.cpu_head import CpuEagleHead
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.eagle.spec import InputProjection, input_projection
@@ -45,7 +45,7 @@ class CpuTreeBuilder:
         """None where the kernels do not support the head or its input projection."""
         if runner.cpu is None:
             return None
-        projection = input_projection(runner.head, runner.embed, runner.draft_to_target is None)
+        projection = input_projection(runner.head, runner.embed, runner.draft_to_target)
         if projection is None or not _is_supported(projection):
             return None
         return CpuTreeBuilder(runner, prefill, runner.cpu, projection)
@@ -66,9 +66,9 @@ class CpuTreeBuilder:
         builder: TreeBuilder,
     ) -> Draft | None:
         """The draft that `builder` would build, which measures the time of its levels."""
-        runner, head, num_slots = self._runner, self._projection, len(batch.sequences)
-        most = min(MAX_MISSING, MAX_NODES // num_slots)
-        missing = self._prefill.missing(batch.sequences, has_inputs, most)
+        runner, projection, num_slots = self._runner, self._projection, len(batch.sequences)
+        max_missing = min(MAX_MISSING, MAX_NODES // num_slots)
+        missing = self._prefill.prepare(batch.sequences, has_inputs, max_missing)
         runner.target.cache.flush()
         held = runner.cache.tokens_in
         root_entries = [len(held[slot]) + len(own) - 1 for slot, own in enumerate(missing)]
@@ -77,10 +77,10 @@ class CpuTreeBuilder:
         tokens, parents = torch.zeros(2, num_slots, max_nodes, dtype=torch.int64)
         confidence = torch.zeros(num_slots, max_nodes)
         arrays: dict[str, Tensor | None] = {
-            "draft_to_target": head.draft_to_target,
-            "embeddings": head.embed.weight,
-            "embed_norm": head.embed_norm,
-            "hidden_norm": head.hidden_norm,
+            "draft_to_target": projection.draft_to_target,
+            "embeddings": projection.embed.weight,
+            "embed_norm": projection.embed_norm,
+            "hidden_norm": projection.hidden_norm,
             "cos": runner.cos_sin[0],
             "sin": runner.cos_sin[1],
             "root_entries": torch.tensor(root_entries),
@@ -100,8 +100,8 @@ class CpuTreeBuilder:
             min_level_confidence=builder.needed_confidence(batch),
             inputs=ctypes.addressof(inputs),
             max_nodes=max_nodes,
-            norm_before_residual=head.norm_before_residual,
-            norm_output=head.norm_output,
+            norm_before_residual=projection.norm_before_residual,
+            norm_output=projection.norm_output,
             **{name: None if x is None else x.data_ptr() for name, x in arrays.items()},
         )
         self._run(args, builder)

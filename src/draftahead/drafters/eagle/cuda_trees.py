@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from draftahead.backends.base import UnsupportedSpecError
 from draftahead.backends.cuda.timing import TimerCache
 from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft
 from draftahead.core.types import Batch, SequenceState
-from draftahead.drafters.eagle.cuda import CudaEagleHead, TreePlan, cuda_eagle_head
+from draftahead.drafters.eagle.cuda_head import CudaEagleHead, TreePlan
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
+from draftahead.drafters.eagle.spec import input_projection
 from draftahead.sampling.noise import NodeContext, target_rng_key
 
 
@@ -27,11 +29,14 @@ class CudaTreeLauncher:
         """None without a GPU, and where the kernels do not support the head."""
         if not device_of(runner.device).is_gpu:
             return None
-        full_vocabulary = runner.draft_to_target is None
-        kernels = cuda_eagle_head(
-            runner.head, runner.spec, runner.cache, runner.embed, runner.cos_sin, full_vocabulary
-        )
-        return None if kernels is None else CudaTreeLauncher(runner, prefill, kernels)
+        projection = input_projection(runner.head, runner.embed, runner.draft_to_target)
+        if projection is None:
+            return None
+        try:
+            kernels = CudaEagleHead(runner.spec, runner.cache, projection, runner.cos_sin)
+        except UnsupportedSpecError:
+            return None
+        return CudaTreeLauncher(runner, prefill, kernels)
 
     @property
     def works(self) -> bool:
@@ -48,8 +53,8 @@ class CudaTreeLauncher:
         """Starts building trees, and returns without waiting. None where that fails; then no input
         was computed."""
         runner, target = self._runner, self._runner.target
-        most = min(MAX_MISSING, self._kernels.max_inputs(len(batch.sequences)))
-        missing = self._prefill.missing(batch.sequences, has_inputs, most)
+        max_missing = min(MAX_MISSING, self._kernels.max_inputs(len(batch.sequences)))
+        missing = self._prefill.prepare(batch.sequences, has_inputs, max_missing)
         num_cached = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
         hidden = target.cache.hidden
         assert hidden is not None

@@ -23,13 +23,13 @@ from draftahead.core.types import Batch, ForwardOutput, Verdict
 from draftahead.drafters.base import DeviceDrafter, DrafterContext, as_built, positive
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.cpu_trees import CpuTreeBuilder
-from draftahead.drafters.eagle.cuda import TreePlan
+from draftahead.drafters.eagle.cuda_head import TreePlan
 from draftahead.drafters.eagle.cuda_trees import CudaTreeLauncher
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
+from draftahead.drafters.eagle.tree_forward import TreeForward
 from draftahead.drafters.eagle.tree_size import TreeSize
-from draftahead.drafters.eagle.trees import start_trees
 from draftahead.drafters.registry import register
 from draftahead.drafters.tree_builder import (
     CHILDREN,
@@ -100,13 +100,13 @@ class Eagle(DeviceDrafter):
         by_kernels = self.cpu_builder
         if self.adaptive and by_kernels is not None and by_kernels.supports(batch, self.builder):
             return by_kernels.build(batch, has_inputs, max_depths, self.builder)
-        head_trees = start_trees(self.runner, self.prefill, batch.sequences, has_inputs)
-        logits, draft_to_target = head_trees.root_logits, self.runner.draft_to_target
+        forward = TreeForward(self.runner, self.prefill, batch.sequences, has_inputs)
+        logits, draft_to_target = forward.root_logits, self.runner.draft_to_target
         if not self.adaptive and self.tree is None:
             vocab_size = self.target.vocab_size
 
             def feed(tokens: Tensor) -> tuple[Tensor, None]:
-                logits = head_trees.append(tokens)
+                logits = forward.append(tokens)
                 return scatter_to_vocab(logits, draft_to_target, vocab_size), None
 
             logits = scatter_to_vocab(logits, draft_to_target, vocab_size)
@@ -114,7 +114,7 @@ class Eagle(DeviceDrafter):
             return None  # the draft sampler holds the draft
         if not self.adaptive:
             batch = dataclasses.replace(batch, step_cost=None)  # builds all levels
-        draft = self.builder.build(batch, logits, head_trees.expand, max_depths, draft_to_target)
+        draft = self.builder.build(batch, logits, forward.expand, max_depths, draft_to_target)
         if self.tree is None or draft is None or draft.confidence is None:
             return draft
         part = draft.subset([trees.most_confident(own, self.tree) for own in draft.confidence])

@@ -36,25 +36,25 @@ class HeadPrefill:
         # Graphs read the target's hidden states at the address at which they were captured.
         self._captured_with = runner.target.cache.hidden
 
-    def missing(
-        self, sequences: Sequence[SequenceState], has_inputs: Sequence[bool], most: int
+    def prepare(
+        self, sequences: Sequence[SequenceState], has_inputs: Sequence[bool], max_missing: int
     ) -> list[list[int]]:
-        """The tokens of the inputs that each slot lacks: the last one, which is the root, and up to
-        `most` in all. What lacks more is computed here. A sequence of one token has no input; in
-        its place a dummy is returned."""
-        held, missing = self._runner.cache.tokens_in, []
+        """The tokens of the inputs that each slot lacks, the last of which is the root. Where that
+        are more than `max_missing`, all but the last are computed here. A sequence of one token has
+        no input; in its place a dummy is returned."""
+        cached, missing = self._runner.cache.tokens_in, []
         for slot, sequence in enumerate(sequences):
             is_owner = self._owners.place(sequence.id, slot)
             tokens = sequence.tokens if has_inputs[slot] else [0, 0]
             if is_owner and has_inputs[slot]:
-                matching = len(held[slot])  # a sequence only gets longer
+                num_matching = len(cached[slot])  # tokens are only appended
             else:
-                matching = self._runner.cache.matching_prefix(slot, tokens[1:])
-            known = min(matching, len(tokens) - 2)
-            del held[slot][known:]
-            if len(tokens) - 1 - known > most:
+                num_matching = self._runner.cache.matching_prefix(slot, tokens[1:])
+            num_cached = min(num_matching, len(tokens) - 2)
+            del cached[slot][num_cached:]
+            if len(tokens) - 1 - num_cached > max_missing:
                 self.fill(slot, tokens)
-            missing.append(tokens[1 + len(held[slot]) :])
+            missing.append(tokens[1 + len(cached[slot]) :])
         return missing
 
     def commit(self, missing: Sequence[Sequence[int]]) -> None:
@@ -67,16 +67,16 @@ class HeadPrefill:
     def fill(self, slot: int, tokens: Sequence[int]) -> None:
         """Computes the KV entries of all missing inputs of a sequence but the last."""
         runner = self._runner
-        held, end = runner.cache.tokens_in[slot], len(tokens) - 2
+        cached, end = runner.cache.tokens_in[slot], len(tokens) - 2
         chunk = PREFILL_CHUNK if runner.cpu is None else MAX_NODES
         runner.target.cache.flush()
-        while len(held) < end:
-            part = list(tokens[1 + len(held) : 1 + min(end, len(held) + chunk)])
-            if not self._fill_by_graph(slot, part, len(held)):
-                runner.forward_inputs(slot, torch.tensor([part]), [len(held)], kv_only=True)
-            held.extend(part)
+        while (start := len(cached)) < end:
+            part = list(tokens[1 + start : 1 + min(end, start + chunk)])
+            if not self._fill_by_graph(slot, part, start):
+                runner.forward_inputs(slot, torch.tensor([part]), [start], kv_only=True)
+            cached.extend(part)
 
-    def _fill_by_graph(self, slot: int, tokens: list[int], held: int) -> bool:
+    def _fill_by_graph(self, slot: int, tokens: list[int], num_cached: int) -> bool:
         """A chunk as a CUDA graph, where one was captured."""
         if self._graphs is None:
             return False
@@ -84,7 +84,7 @@ class HeadPrefill:
         if self._captured_with is not hidden:
             self._graphs.graphs.forget()
             self._captured_with = hidden
-        return self._graphs.run(slot, tokens, held, self._runner.cache.num_entries - 1)
+        return self._graphs.run(slot, tokens, num_cached, self._runner.cache.num_entries - 1)
 
     def _forward_captured(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, view: CacheView, _: bool

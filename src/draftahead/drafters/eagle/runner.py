@@ -20,7 +20,7 @@ from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
 from draftahead.core.device import device_of, small_tensor
-from draftahead.drafters.eagle.cpu import CpuEagleHead, cpu_eagle_head
+from draftahead.drafters.eagle.cpu_head import CpuEagleHead, cpu_eagle_head
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.spec import head_spec
 from draftahead.kv import attention
@@ -77,8 +77,8 @@ class EagleRunner:
             target.device,
         )
         self.cpu = cpu_eagle_head(head, self.spec, self.cache) if by_kernels else None
-        own = getattr(head, "embed_tokens", None)
-        self.embed: Any = target.model.get_input_embeddings() if own is None else own
+        embed = getattr(head, "embed_tokens", None)
+        self.embed: Any = target.model.get_input_embeddings() if embed is None else embed
         positions = torch.arange(self.cache.num_entries, device=self.device)[None]
         cos, sin = head.rotary(head.norm.weight[None], positions)
         self.cos_sin = cos[0].contiguous(), sin[0].contiguous()  # [entries, head_dim]
@@ -125,8 +125,8 @@ class EagleRunner:
         self, cpu: CpuEagleHead, embedded: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool
     ) -> HeadOutput:
         num_cached, depths = torch.tensor(nodes.num_cached), torch.tensor(nodes.depths)
-        own = torch.arange(nodes.start, depths.shape[1])
-        positions = num_cached[:, None] + depths[:, own]
+        index = torch.arange(nodes.start, depths.shape[1])
+        positions = num_cached[:, None] + depths[:, index]
         first: Any = self.head.layers[0]
         x, residual = first.input_projection(embedded, hidden)
         residual = residual.clone(memory_format=torch.contiguous_format)
@@ -138,7 +138,7 @@ class EagleRunner:
             ancestors=torch.tensor([tree.ancestor_bits(parents) for parents in nodes.parents]),
             cos=self.cos_sin[0][positions],
             sin=self.cos_sin[1][positions],
-            tree_nodes=own.repeat(len(depths), 1) if nodes.start else None,
+            tree_nodes=index.repeat(len(depths), 1) if nodes.start else None,
         )
         # `residual` becomes the output of the last layer.
         logits = cpu.forward(residual, x.contiguous(), of_kernels, kv_only=kv_only)
@@ -154,11 +154,11 @@ class EagleRunner:
         if not nodes.is_chain:  # to find ancestors takes a device one kernel per node
             ancestors = tree.ancestors(small_tensor(nodes.parents, torch.int64, self.device))
         tree_size = depths.shape[1]
-        kv_len, own = max(nodes.num_cached) + tree_size, slice(nodes.start, tree_size)
-        mask = attention.distances(num_cached, depths, ancestors, kv_len)[:, :, own]
+        kv_len = max(nodes.num_cached) + tree_size
+        mask = attention.distances(num_cached, depths, ancestors, kv_len)[:, :, nodes.start :]
         index = torch.arange(nodes.start, tree_size, device=self.device)
         view = CacheView(self.cache, nodes.first_slot, num_cached[:, None] + index, kv_len, 0)
-        positions = (num_cached[:, None] + depths)[:, own]
+        positions = (num_cached[:, None] + depths)[:, nodes.start :]
         num_outputs = 1 if kv_only else len(index)
         output = self.head_forward(embedded, hidden, positions, mask, view, num_outputs)
         return HeadOutput(output, output if kv_only else self.head.logits(output))

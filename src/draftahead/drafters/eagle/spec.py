@@ -25,7 +25,9 @@ class InputProjection(NamedTuple):
     draft_to_target: Tensor | None  # [draft vocabulary] token ids; None: the same vocabulary
 
 
-def input_projection(head: EagleHead, embed: Any, full_vocabulary: bool) -> InputProjection | None:
+def input_projection(
+    head: EagleHead, embed: Any, draft_to_target: Tensor | None
+) -> InputProjection | None:
     """None for heads that norm the hidden states twice, which no kernel of ours does."""
     c = head.config
     weights = head.norm.weight.new_ones(len(c.aux_layers), c.target_hidden_size)
@@ -45,7 +47,7 @@ def input_projection(head: EagleHead, embed: Any, full_vocabulary: bool) -> Inpu
         hidden_norm=first.hidden_norm.weight,
         norm_before_residual=c.norm_before_residual,
         norm_output=c.norm_output,
-        draft_to_target=None if full_vocabulary else head.draft_to_target,
+        draft_to_target=draft_to_target,
     )
 
 

@@ -1,4 +1,5 @@
-"""The draft trees of one step, while the head computes them level by level."""
+"""Forwards of a head over draft trees, one level per call, for TreeBuilder and for sampled
+chains."""
 
 from __future__ import annotations
 
@@ -14,13 +15,24 @@ from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner, HeadOutput, NodeRange
 
 
-class HeadTrees:
+class TreeForward:
     """A tree per sequence of the batch: the head's output for each of its nodes so far. Node 0 is
     the root."""
 
-    def __init__(self, runner: EagleRunner, root_entries: list[int], roots: HeadOutput) -> None:
-        """`root_entries` [B]: where the inputs of the roots lie. `roots`: of one node each."""
-        self._runner, self._root_entries, self._output = runner, root_entries, roots
+    def __init__(
+        self,
+        runner: EagleRunner,
+        prefill: HeadPrefill,
+        sequences: Sequence[SequenceState],
+        has_inputs: Sequence[bool],
+    ) -> None:
+        """Computes the missing inputs of every sequence; the last ones are those of the roots."""
+        missing = prefill.prepare(sequences, has_inputs, MAX_MISSING)
+        cached = runner.cache.tokens_in[: len(missing)]
+        output = runner.forward_inputs(0, padded(missing), [len(tokens) for tokens in cached])
+        prefill.commit(missing)
+        self._runner, self._num_cached = runner, [len(tokens) - 1 for tokens in cached]
+        self._output = HeadOutput(*(last_of(values, missing)[:, None] for values in output))
 
     @property
     def root_logits(self) -> Tensor:
@@ -29,7 +41,7 @@ class HeadTrees:
 
     def expand(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Nodes [B, N] of the trees: those of earlier calls, and behind them one more level, which
-        is computed -> logits [B, N, D]. See tree_builder.Expand."""
+        is computed -> logits [B, N, D]. See tree_builder.ExpandFn."""
         return self._add(tokens[:, self._output.logits.shape[1] :], parents.tolist())
 
     def append(self, tokens: Tensor) -> Tensor:
@@ -41,28 +53,12 @@ class HeadTrees:
     def _add(self, tokens: Tensor, parents: list[list[int]]) -> Tensor:
         """`parents` [B][N] of the whole trees, `tokens` of their last nodes."""
         hidden, logits = self._output
-        nodes = NodeRange(0, self._root_entries, parents, logits.shape[1])
-        above = [own[nodes.start :] for own in parents]
-        index = small_tensor(above, torch.int64, hidden.device)
+        nodes = NodeRange(0, self._num_cached, parents, logits.shape[1])
+        new_parents = [p[nodes.start :] for p in parents]
+        index = small_tensor(new_parents, torch.int64, hidden.device)
         slots = torch.arange(len(parents), device=hidden.device)[:, None]
         new = self._runner.forward(tokens, hidden[slots, index], nodes)
         self._output = HeadOutput(
             torch.cat([hidden, new.hidden], 1), torch.cat([logits, new.logits], 1)
         )
         return self._output.logits
-
-
-def start_trees(
-    runner: EagleRunner,
-    prefill: HeadPrefill,
-    sequences: Sequence[SequenceState],
-    has_inputs: Sequence[bool],
-) -> HeadTrees:
-    """Computes the missing inputs of every sequence; the last ones are the roots of the trees."""
-    missing = prefill.missing(sequences, has_inputs, MAX_MISSING)
-    num_cached = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
-    output = runner.forward_inputs(0, padded(missing), num_cached)
-    prefill.commit(missing)
-    root_entries = [count + len(own) - 1 for count, own in zip(num_cached, missing, strict=True)]
-    roots = [last_of(values, missing)[:, None] for values in output]
-    return HeadTrees(runner, root_entries, HeadOutput(*roots))

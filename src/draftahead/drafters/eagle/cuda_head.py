@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import UnsupportedSpecError, is_plain, require
+from draftahead.backends.base import is_plain, require
 from draftahead.backends.cuda.graphs import GraphPool, Inputs
 from draftahead.backends.cuda.layers import (
     MAX_FORWARD_NODES,
@@ -26,8 +26,7 @@ from draftahead.backends.cuda.layers import (
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
 from draftahead.core.draft import CONFIDENCE_SCALE, DeviceTimer
-from draftahead.drafters.eagle.head import EagleHead
-from draftahead.drafters.eagle.spec import InputProjection, input_projection
+from draftahead.drafters.eagle.spec import InputProjection
 from draftahead.kv.cache import KVCache
 
 MIN_INPUTS = 8  # inputs of a sequence in a graph; more are powers of two
@@ -152,11 +151,12 @@ class CudaEagleHead:
         rng_keys: Sequence[Sequence[int]] = (),
         temperatures: Sequence[float] = (),
     ) -> Tensor | None:
-        """Computes the missing inputs of every sequence behind its `num_cached` entries: `tokens`
-        and the hidden states before them, in `entries` of the target's `hidden_states`
-        [slots, 1, entries, W * H]. Then builds trees from the last input. Returns [B, 3, num_nodes]
-        tokens, parents and confidence, still under way on the device; None where that cannot be
-        captured. With `plan.sampled`: the target's RNG key at each depth, and the temperatures."""
+        """Computes the missing inputs of every sequence behind its `num_cached` KV entries:
+        `tokens`, with the hidden states before them, which lie in `entries` of the target's
+        `hidden_states` [slots, 1, entries, W * H]. Then builds trees from the last input. Returns
+        [B, 3, num_nodes] tokens, parents and confidence, still being computed on the device; None
+        if that cannot be captured. `rng_keys`, `temperatures`: with `plan.sampled`, the target's
+        RNG key at each depth, and the temperatures."""
         batch, max_inputs = len(tokens), _padded_length(max(map(len, tokens)))
         counts = [len(one) for one in tokens]
         longest = max(map(sum, zip(num_cached, counts, strict=True)))
@@ -308,21 +308,3 @@ def _padded_length(num_inputs: int) -> int:
 
 def _padded(numbers: Sequence[int], length: int) -> list[int]:
     return [*numbers, *[0] * (length - len(numbers))]
-
-
-def cuda_eagle_head(
-    head: EagleHead,
-    spec: LlamaSpec,
-    cache: KVCache,
-    embed: Any,
-    cos_sin: tuple[Tensor, Tensor],
-    full_vocabulary: bool,
-) -> CudaEagleHead | None:
-    """None if the kernels do not support the head."""
-    projection = input_projection(head, embed, full_vocabulary)
-    if projection is None:
-        return None
-    try:
-        return CudaEagleHead(spec, cache, projection, cos_sin)
-    except UnsupportedSpecError:
-        return None
