@@ -101,7 +101,7 @@ def test_entries_of_an_interrupted_move_are_computed_again(target: Any) -> None:
 
 
 @pytest.fixture
-def verifies_device_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def supports_device_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target verifies trees unseen, as our GPU kernels do: whatever stands there becomes a
     valid tree, as the kernel that reads it makes one."""
     forward = ModelRunner.forward
@@ -117,7 +117,7 @@ def verifies_device_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(self, tokens, parents=parents, **options)
 
     monkeypatch.setattr(ModelRunner, "forward", unseen)
-    monkeypatch.setattr(ModelRunner, "verifies_device_drafts", lambda *_: True)
+    monkeypatch.setattr(ModelRunner, "supports_device_drafts", lambda *_: True)
 
 
 def answers_of(target: Any, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:
@@ -127,7 +127,7 @@ def answers_of(target: Any, params: SamplingParams) -> dict[tuple[int, ...], lis
 
 @pytest.mark.parametrize("corrupts", [False, True])
 @PARAMS
-@pytest.mark.usefixtures("verifies_device_drafts", "generous_policy")
+@pytest.mark.usefixtures("supports_device_drafts", "generous_policy")
 def test_device_drafts_do_not_change_the_output(
     target: Any, params: SamplingParams, corrupts: bool
 ) -> None:
@@ -161,14 +161,14 @@ def test_a_device_draft_is_read_where_its_graph_cannot_be_captured(
     answers = answers_of(target, GREEDY)
     drafter = OnDevice(KnowsOutput(answers), corrupts=corrupts)
     llm = launching_ahead(target, drafter, max_batch=4)
-    monkeypatch.setattr(ModelRunner, "verifies_device_drafts", lambda *_: True)
+    monkeypatch.setattr(ModelRunner, "supports_device_drafts", lambda *_: True)
     monkeypatch.setattr(llm.engine.verifier.runner, "_backend", None)
     outs = llm.generate(PROMPTS, GREEDY)
     assert [out.token_ids for out in outs] == list(answers.values())
     assert sum(out.stats.accepted for out in outs) > 10
 
 
-@pytest.mark.usefixtures("verifies_device_drafts")
+@pytest.mark.usefixtures("supports_device_drafts")
 def test_only_trees_on_the_roots_of_the_batch_are_verified_unseen(target: Any) -> None:
     llm = LLM(target, "none", max_batch=2)
     batch = next_batch(llm, PROMPTS[:2], GREEDY)
@@ -182,10 +182,10 @@ def test_only_trees_on_the_roots_of_the_batch_are_verified_unseen(target: Any) -
     ):
         trees = torch.zeros(slots, 3, nodes, dtype=torch.int64)
         draft = DeviceDraft.of_trees(roots, trees, ZeroTimer())
-        assert verifier.verifies_device_draft(draft, batch) == verified
+        assert verifier.supports_device_draft(draft, batch) == verified
     trees = DeviceDraft.of_trees(batch.roots, torch.zeros(2, 3, 4, dtype=torch.int64), ZeroTimer())
     replay = LLM(target, "none", max_batch=2, exact="replay").engine.verifier
-    assert replay.fixed_shape and not replay.verifies_device_draft(trees, batch)
+    assert replay.fixed_shape and not replay.supports_device_draft(trees, batch)
 
 
 def test_a_gpu_launches_ahead(target: Any) -> None:

@@ -128,13 +128,15 @@ def test_an_exit_transform_and_a_draft_vocabulary(kind: str) -> None:
         quantize_model(model)
     runner, ids = filled(model), torch.tensor([3, 90, 17, 41])
     assert runner.batch_invariant == (kind in ("llama_kernels", "int8"))
-    whole = logits_of(runner, LayerSubset(model, (0, 1), exit=lambda hidden: -2 * hidden))
+    whole = logits_of(runner, LayerSubset(model, (0, 1), exit_transform=lambda hidden: -2 * hidden))
     plain = logits_of(runner, LayerSubset(model, (0, 1)))
     near = {"rtol": 1e-2, "atol": 2e-2}
     if kind in ("llama_kernels", "int8"):  # the last norm takes the factor away, but for the sign
         assert torch.allclose(whole, -plain, **near)
     assert not torch.allclose(whole, plain, **near)
-    layers = LayerSubset(model, (0, 1), exit=lambda hidden: -2 * hidden, draft_to_target=ids)
+    layers = LayerSubset(
+        model, (0, 1), exit_transform=lambda hidden: -2 * hidden, draft_to_target=ids
+    )
     output = runner.forward(TREE, first_slot=1, layers=layers)
     assert torch.allclose(output.logits, whole[..., ids], rtol=1e-4, atol=1e-4)
     scattered, argmax = layers.scatter(output.logits, output.argmax)
@@ -183,7 +185,10 @@ def test_nothing_is_left_behind(kind: str) -> None:
     nan_token = TREE[0, 1 if runner.batch_invariant else 0]
     model.get_input_embeddings().weight[nan_token] = torch.nan
     layers = LayerSubset(
-        model, (0, 1), exit=lambda hidden: hidden + 1, draft_to_target=torch.tensor([1, 2])
+        model,
+        (0, 1),
+        exit_transform=lambda hidden: hidden + 1,
+        draft_to_target=torch.tensor([1, 2]),
     )
     logits_of(runner, layers)
     runner.forward(TREE[:, :2].flip(1), first_slot=1, layers=layers, offset=2)
@@ -201,10 +206,10 @@ def test_share_of_the_weights() -> None:
     layer = sum(p.numel() for p in model.model.layers[0].parameters())
     head = model.lm_head.weight.numel()
     whole = 3 * layer + head
-    assert LayerSubset(model, (0, 1, 2)).share == 1
-    assert LayerSubset(model, (0, 2)).share == pytest.approx((2 * layer + head) / whole)
+    assert LayerSubset(model, (0, 1, 2)).weight_share == 1
+    assert LayerSubset(model, (0, 2)).weight_share == pytest.approx((2 * layer + head) / whole)
     few = LayerSubset(model, (0,), draft_to_target=torch.arange(10))
-    assert few.share == pytest.approx((layer + head * 10 / zoo.VOCABULARY) / whole)
+    assert few.weight_share == pytest.approx((layer + head * 10 / zoo.VOCABULARY) / whole)
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2), (0, 3), (-1, 0)])

@@ -41,7 +41,7 @@ class Backend(Protocol):
     # Largest relative distance of its logits from the model's own forward, checked at load.
     tolerance: float
     # Whether `forward` takes a DeviceTree.
-    scores_device_drafts: bool
+    supports_device_drafts: bool
 
     def capture_hidden(self, depths: tuple[int, ...]) -> None:
         """Makes each forward store the hidden states after these numbers of layers in the cache;

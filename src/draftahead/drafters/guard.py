@@ -32,7 +32,7 @@ class GuardedDrafter:
         supports_device_draft: Callable[[DeviceDraft, Batch], bool],
     ) -> None:
         self.drafter = drafter
-        self._vocab_size, self._verifies = vocab_size, supports_device_draft
+        self._vocab_size, self._supports = vocab_size, supports_device_draft
         self._faults = 0  # proposals that failed, in a row
         self._warned = False
 
@@ -44,14 +44,14 @@ class GuardedDrafter:
         """A valid draft. What the draft sampler has drawn is the draft, even if the drafter failed
         after the draw."""
         self._faults += 1
-        proposed = self._guarded(lambda: self._propose(batch), None)
+        proposed = self._call(lambda: self._propose(batch), None)
         return batch.draft_sampler.draft() or proposed
 
     def _propose(self, batch: Batch) -> Draft | DeviceDraft | None:
         proposed = self.drafter.propose(batch)
         if isinstance(proposed, DeviceDraft):
             is_tree = proposed.trees is not None and proposed.probs is None
-            if not is_tree or not self._verifies(proposed, batch):
+            if not is_tree or not self._supports(proposed, batch):
                 proposed, _ = proposed.to_host()
         if isinstance(proposed, Draft):
             proposed = validated(proposed, batch, self._vocab_size)
@@ -69,23 +69,23 @@ class GuardedDrafter:
             draft.confidence and _copied(draft.confidence),
         )
         told = Verdict(_copied(verdict.paths), _copied(verdict.tokens))
-        self._guarded(lambda: self.drafter.learn(batch, shown, output, told), None)
+        self._call(lambda: self.drafter.learn(batch, shown, output, told), None)
 
     def release(self, sequence: SequenceState) -> None:
-        self._guarded(lambda: self.drafter.release(sequence), None)
+        self._call(lambda: self.drafter.release(sequence), None)
 
     # What follows is optional: an object that does not subclass Drafter may lack it.
 
     @property
     def adaptive(self) -> bool:
-        return self._guarded(lambda: bool(getattr(self.drafter, "adaptive", False)), False)
+        return self._call(lambda: bool(getattr(self.drafter, "adaptive", False)), False)
 
     def idle_work(self) -> None:
-        self._guarded(lambda: getattr(self.drafter, "idle_work", _nothing)(), None)
+        self._call(lambda: getattr(self.drafter, "idle_work", _nothing)(), None)
 
     @property
     def expected_offer(self) -> Offer | None:
-        return self._guarded(self._expected_offer, None)
+        return self._call(self._expected_offer, None)
 
     def _expected_offer(self) -> Offer | None:
         if inspect.getattr_static(self.drafter, "expected_offer", None) is None:
@@ -96,9 +96,9 @@ class GuardedDrafter:
         return found
 
     def explain(self) -> list[str]:
-        return self._guarded(lambda: [*map(str, getattr(self.drafter, "explain", list)())], [])
+        return self._call(lambda: [*map(str, getattr(self.drafter, "explain", list)())], [])
 
-    def _guarded(self, call: Callable[[], Result], otherwise: Result) -> Result:
+    def _call(self, call: Callable[[], Result], otherwise: Result) -> Result:
         try:
             return call()
         except Exception as fault:

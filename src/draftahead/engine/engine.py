@@ -14,14 +14,7 @@ from draftahead.core.detokenizer import Decode, Detokenizer
 from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import Stats, StepTimer
-from draftahead.core.types import (
-    Batch,
-    Exact,
-    ForwardOutput,
-    Request,
-    SequenceState,
-    Verdict,
-)
+from draftahead.core.types import Batch, Exact, ForwardOutput, Request, SequenceState, Verdict
 from draftahead.drafters.base import Drafter
 from draftahead.drafters.guard import GuardedDrafter
 from draftahead.drafters.none import NoDrafter
@@ -62,7 +55,7 @@ class Engine:
         self.scheduler = Scheduler(verifier, exact)
         self.policy = Policy()
         self._guarded_drafter = GuardedDrafter(
-            drafter, verifier.vocab_size, verifier.verifies_device_draft
+            drafter, verifier.vocab_size, verifier.supports_device_draft
         )
         self._is_plain = isinstance(drafter, NoDrafter)
         # The policy decides when it drafts, and how many of its nodes are verified.

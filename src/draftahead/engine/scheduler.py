@@ -10,14 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from draftahead.core.stats import StepTimer
-from draftahead.core.types import (
-    Batch,
-    Exact,
-    ForwardOutput,
-    SequenceState,
-    TokenLogprob,
-    Verdict,
-)
+from draftahead.core.types import Batch, Exact, ForwardOutput, SequenceState, TokenLogprob, Verdict
 from draftahead.models.verifier import Verifier
 from draftahead.sampling.noise import NodeContext
 from draftahead.sampling.sample import token_logprobs

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from draftahead.backends.base import Backend
-from draftahead.backends.cpu.decoder import CpuDecoder
+from draftahead.backends.cpu.decoder import CpuDecoder, ExitTransform
 from draftahead.backends.cpu.linear import Int8Linear, output_subset
 from draftahead.backends.modules import layers_of, patched_forwards
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
-
-ExitTransform = Callable[[Tensor], Tensor]  # hidden states [..., H] before the model's last norm
 
 
 class LayerSubset:
@@ -33,18 +31,18 @@ class LayerSubset:
         model: Any,
         layers: Sequence[int],
         *,
-        exit: ExitTransform | None = None,
+        exit_transform: ExitTransform | None = None,
         draft_to_target: Tensor | None = None,
     ) -> None:
-        """`exit` changes the hidden states behind the last layer. `draft_to_target` [D]: the tokens
-        of the draft vocabulary that logits are over, if the LM head is a plain linear layer."""
+        """`exit_transform`: of the hidden states after the last layer. `draft_to_target` [D]: the
+        draft vocabulary that logits are over, if the LM head is a plain linear layer."""
         self._stack = layers_of(model)
         self.layers = tuple(sorted(set(layers)))
         if not self.layers or self.layers[0] != 0 or self.layers[-1] >= len(self._stack):
             raise ConfigError(
                 f"a subset of {len(self._stack)} layers starts with layer 0, not {list(layers)}"
             )
-        self.exit = exit
+        self.exit_transform = exit_transform
         self.vocab_size = int(text_config(model).vocab_size)
         self._whole_head: Any = model.get_output_embeddings()
         is_linear = type(self._whole_head) in (nn.Linear, Int8Linear)
@@ -55,27 +53,29 @@ class LayerSubset:
             else output_subset(self._whole_head, self.draft_to_target)
         )
         self._backends: tuple[Backend | None, Backend | None] = (None, None)  # whole, subset
-        self._extra: tuple[Any, ...] | None = None  # what a layer returns beside hidden states
+        self._extra_outputs: tuple[Any, ...] | None = (
+            None  # what a layer returns beside hidden states
+        )
 
     @property
-    def share(self) -> float:
-        """Its weights as a share of those that a forward over the whole model reads."""
+    def weight_share(self) -> float:
+        """The weights that its forward reads, as a share of those of the whole model."""
         sizes = [_num_weights(layer) for layer in self._stack]
-        own = sum(sizes[index] for index in self.layers)
-        own += _num_weights(self.head or self._whole_head)
-        return own / (sum(sizes) + _num_weights(self._whole_head))
+        subset = sum(sizes[index] for index in self.layers)
+        subset += _num_weights(self.head or self._whole_head)
+        return subset / (sum(sizes) + _num_weights(self._whole_head))
 
-    def decoder(self, whole: Backend | None) -> Backend | None:
-        """The backend of this subset, where `whole` is the whole model's and can be divided."""
+    def backend_for(self, whole: Backend | None) -> Backend | None:
+        """The backend of this subset, if that of the whole model can run some of its layers."""
         if self._backends[0] is not whole:
-            own = None
+            subset = None
             if isinstance(whole, CpuDecoder):
-                own = whole.layer_subset(self.layers, self.exit, self.head)
-            self._backends = whole, own
+                subset = whole.layer_subset(self.layers, self.exit_transform, self.head)
+            self._backends = whole, subset
         return self._backends[1]
 
     def scatter(self, logits: Tensor, argmax: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits and argmax over the whole vocabulary: -inf outside of its own tokens."""
+        """Logits and argmax over the whole vocabulary: -inf outside of the draft vocabulary."""
         if self.draft_to_target is None:
             return logits, argmax
         whole = scatter_to_vocab(logits, self.draft_to_target, self.vocab_size)
@@ -87,25 +87,28 @@ class LayerSubset:
 
     def patched(self) -> AbstractContextManager[None]:
         """While entered, the model's forward runs this subset."""
-        self._extra = None
+        self._extra_outputs = None
         forwards: list[tuple[Any, Callable[..., Any]]] = [
-            (layer, partial(self._run, i, layer.forward)) for i, layer in enumerate(self._stack)
+            (layer, partial(self._layer_forward, i, layer.forward))
+            for i, layer in enumerate(self._stack)
         ]
         if self.head is not None:
             forwards.append((self._whole_head, self.head))
         return patched_forwards(forwards)
 
-    def _run(self, index: int, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _layer_forward(
+        self, index: int, forward: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
         hidden = args[0] if args else options["hidden_states"]
         if index in self.layers:
             output = forward(*args, **options)
             if isinstance(output, tuple):
-                hidden, self._extra = output[0], output[1:]
+                hidden, self._extra_outputs = output[0], output[1:]
             else:
                 hidden = output
-        if self.exit is not None and index == len(self._stack) - 1:
-            hidden = self.exit(hidden)
-        return hidden if self._extra is None else (hidden, *self._extra)
+        if self.exit_transform is not None and index == len(self._stack) - 1:
+            hidden = self.exit_transform(hidden)
+        return hidden if self._extra_outputs is None else (hidden, *self._extra_outputs)
 
 
 @contextmanager

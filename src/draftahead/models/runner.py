@@ -63,21 +63,21 @@ class ModelRunner:
         self._is_gpu = device_of(self.device).is_gpu
         self.vocab_size = int(text_config(model).vocab_size)
         self.model_context = support.context_limit(model)
-        self.max_context = support.chosen_context(self.model_context, max_context)
+        self.max_context = support.resolve_max_context(self.model_context, max_context)
         self.long_rope_threshold = support.long_rope_threshold(model)
-        self.uses_interface = bool(model._can_set_attn_implementation())
-        self._configs = support.attention_configs(model) if self.uses_interface else []
-        self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.uses_attention_interface = bool(model._can_set_attn_implementation())
+        self._configs = support.attention_configs(model) if self.uses_attention_interface else []
+        self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._linears = SmallBatchLinears(model)
         self._backend: Backend | None = None
         self._prefill: GraphedPrefill | None = None
         self._captured: tuple[int, ...] = ()  # depths whose hidden states forwards store
         probe = KVShapeProbe()
-        self._attention_calls = self._probe(probe)
+        self._attention_options = self._probe(probe)
         num_entries = self.max_context + scratch_entries
         self.cache = KVCache(probe.shapes, max_batch, num_entries, probe.dtype, self.device)
         if model.config.model_type not in support.TESTED:
-            support.refuse_disagreeing(self)
+            support.check_against_plain_forward(self)
         self._backend = self._choose_backend()
 
     @property
@@ -107,7 +107,7 @@ class ModelRunner:
 
         Writes their KV entries behind each slot's length and leaves the length as it is:
         `cache.commit` moves it. `parents` [B, N]: of trees; None for chains; a DeviceTree where
-        `verifies_device_drafts`. `kv_len`: KV entries to read, by default as many as are needed.
+        `supports_device_drafts`. `kv_len`: KV entries to read, by default as many as are needed.
         Without `with_logits` only the KV entries count. The first `num_context_tokens` nodes (one
         number, or one per sequence) are context; the others are drafted tokens or padding.
         `layers`: only some of the layers, for drafting; no hidden states are captured then, and
@@ -126,7 +126,9 @@ class ModelRunner:
         if not dummy and isinstance(num_context_tokens, int):
             last = self._last_position(first_slot)
             cache_slice = CacheSlice(first_slot, kv_len, last, num_context_tokens)
-            output = self._by_backend(tokens, num_cached, parents, cache_slice, with_logits, layers)
+            output = self._backend_forward(
+                tokens, num_cached, parents, cache_slice, with_logits, layers
+            )
             if output is not None:
                 return output
         if isinstance(parents, DeviceTree):  # capturing its graph failed: the host reads the tree
@@ -150,10 +152,12 @@ class ModelRunner:
         mask = attention.distances(cached, depths, ancestors, kv_len)
         entries = cached[:, None] + index
         view = CacheView(self.cache, first_slot, entries, kv_len, num_context_tokens)
-        logits = self._own_forward(tokens, positions, mask, view, with_logits, layers=layers)
+        logits = self._transformers_forward(
+            tokens, positions, mask, view, with_logits, layers=layers
+        )
         return ForwardOutput(logits[:, :-1] if dummy else logits)
 
-    def _by_backend(
+    def _backend_forward(
         self,
         tokens: Tensor,
         num_cached: list[int],
@@ -163,7 +167,7 @@ class ModelRunner:
         layers: LayerSubset | None,
     ) -> ForwardOutput | None:
         """The forward by a backend, if one supports it."""
-        decoder = self._backend if layers is None else layers.decoder(self._backend)
+        decoder = self._backend if layers is None else layers.backend_for(self._backend)
         if decoder is None:
             return None
         batch, num_nodes = tokens.shape
@@ -197,7 +201,7 @@ class ModelRunner:
             None if output.topk is None else output.topk[own],
         )
 
-    def _own_forward(
+    def _transformers_forward(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -207,11 +211,11 @@ class ModelRunner:
         attention_name: str = attention.NAME,
         layers: LayerSubset | None = None,
     ) -> Tensor:
-        """The model's own forward, with our cache and attention in place."""
+        """The forward of transformers, with our cache and attention."""
         depths = self._captured if layers is None else ()
-        if not self.uses_interface:
+        if not self.uses_attention_interface:
             mask = attention.additive(mask, self.model.dtype)
-        extra = {} if with_logits or not self._keeps_last else {"logits_to_keep": 1}
+        extra = {} if with_logits or not self._has_logits_to_keep else {"logits_to_keep": 1}
         subset = layers.patched() if layers else nullcontext()
         capture = captured_hidden(self.model, depths)
         with self._our_attention(attention_name), subset, capture as hidden:
@@ -230,8 +234,7 @@ class ModelRunner:
 
     @contextmanager
     def _our_attention(self, name: str = attention.NAME) -> Iterator[None]:
-        """Our attention function and linear layers, for one forward: outside of it the user's model
-        is as they gave it."""
+        """Our attention function and linear layers in the model, which is restored on exit."""
         before = [config._attn_implementation for config in self._configs]
         try:
             for config in self._configs:
@@ -244,13 +247,13 @@ class ModelRunner:
 
     # ---------------------------------------------------------------------------- long RoPE
 
-    # longrope chooses its frequencies by the largest position in a forward: another set once a
-    # sequence is longer than `long_rope_threshold`. A sequence is rotated alike from end to end
-    # (`cache.long_rope`), so padding must not cross the threshold too early, and a forward over the
-    # beginning of a long sequence needs one dummy token beyond it, whose output is not used.
+    # transformers chooses the frequencies of longrope by the largest position in a forward: a
+    # second set beyond `long_rope_threshold`. All entries of a slot must use one set. So positions
+    # of padding are clamped below the threshold for short sequences, and a forward over the
+    # beginning of a long one gets one dummy token beyond it, whose output is not used.
 
     def is_long_rope(self, length: int) -> bool:
-        """Whether a sequence of so many tokens takes the frequencies of long ones."""
+        """Whether a sequence of so many tokens uses the second set of frequencies."""
         return self.long_rope_threshold is not None and length > self.long_rope_threshold
 
     def _last_position(self, first_slot: int) -> int:
@@ -358,13 +361,13 @@ class ModelRunner:
         return found[:, :, [*self.captured_index(depths)]]
 
     def captured_index(self, depths: Sequence[int]) -> tuple[int, ...]:
-        """Where these depths stand among those whose hidden states are stored."""
+        """The indices of these layers among those whose hidden states are stored."""
         return tuple(self._captured.index(depth) for depth in depths)
 
-    def verifies_device_drafts(self, batch: int, num_nodes: int) -> bool:
-        """Whether a forward over so many nodes takes trees that the host has not seen."""
+    def supports_device_drafts(self, batch: int, num_nodes: int) -> bool:
+        """Whether a forward over so many nodes takes a DeviceTree."""
         decoder = self._backend
-        if decoder is None or not decoder.scores_device_drafts or self.long_rope_threshold:
+        if decoder is None or not decoder.supports_device_drafts or self.long_rope_threshold:
             return False
         num_cached = [len(tokens) for tokens in self.cache.tokens_in[:batch]]
         padding = Padding.of(self.cache, 0, num_cached, num_nodes, fixed=True)
@@ -380,7 +383,7 @@ class ModelRunner:
         calls: dict[int, dict[str, Any]] = {}
         name = attention.register(calls)
         try:
-            self._own_forward(one, one, one[:, None, None], probe, False, name)
+            self._transformers_forward(one, one, one[:, None, None], probe, False, name)
         except Exception as problem:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not run with a cache that can be rolled back "
@@ -402,15 +405,16 @@ class ModelRunner:
         backend, self.backend_choice = select_backend(
             self.model,
             self.cache,
-            self._attention_calls,
-            self._own_forward,
+            self._attention_options,
+            self._transformers_forward,
             compiled=self.compiled,
             long_rope_threshold=self.long_rope_threshold,
             disagreement=partial(self._disagreement, slot),
         )
-        # A model whose forward can be captured can be captured for prompts.
-        if backend is not None and self._is_gpu:
-            self._prefill = GraphedPrefill(type(self.model).__name__, self._own_forward, self.cache)
+        if backend is not None and self._is_gpu:  # prefill and compaction are captured as well
+            self._prefill = GraphedPrefill(
+                type(self.model).__name__, self._transformers_forward, self.cache
+            )
             self.cache.compactor = GraphedCompaction(self.cache).run
         if backend is not None and self._captured:
             backend.capture_hidden(self._captured)

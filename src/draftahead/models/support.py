@@ -50,18 +50,18 @@ def _rope(config: Any) -> list[dict[str, Any]]:
     return nested or [found]
 
 
-# Tokens of a slot where the user does not say: a larger cache is asked for, not assumed.
+# Tokens of a slot by default; more memory must be requested with max_context.
 DEFAULT_CONTEXT = 8192
 
 
 def context_limit(model: Any) -> int:
-    """How many positions the model has. Beyond a dynamic RoPE's own length every forward would
-    change the frequencies, and a draft or another sequence of the batch would change the output."""
+    """How many positions the model has. Dynamic RoPE is limited to its original length: beyond it
+    its frequencies depend on the longest sequence of the batch, drafts included."""
     limit = int(getattr(text_config(model), "max_position_embeddings", None) or 0)
     return limit if limit > 0 else DEFAULT_CONTEXT
 
 
-def chosen_context(limit: int, wanted: int | None) -> int:
+def resolve_max_context(limit: int, wanted: int | None) -> int:
     if wanted is None:
         return min(limit, DEFAULT_CONTEXT)
     if not 1 <= wanted <= limit:
@@ -69,14 +69,12 @@ def chosen_context(limit: int, wanted: int | None) -> int:
     return wanted
 
 
-def last_norm(model: Any) -> Any:
+def final_norm(model: Any) -> Any:
     """The norm between the last layer and the LM head."""
-    body = model.get_decoder()
     for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
-        found = getattr(body, name, None)
-        if found is not None:
-            return found
-    raise UnsupportedModelError(f"{type(model).__name__} has no last norm of a known name")
+        if (norm := getattr(model.get_decoder(), name, None)) is not None:
+            return norm
+    raise UnsupportedModelError(f"{type(model).__name__} has no final norm of a known name")
 
 
 def long_rope_threshold(model: Any) -> int | None:
@@ -88,11 +86,11 @@ def long_rope_threshold(model: Any) -> int | None:
 
 
 @torch.inference_mode()
-def refuse_disagreeing(runner: Any) -> None:
+def check_against_plain_forward(runner: Any) -> None:
     """For an architecture that is not in TESTED: its logits through our cache and mask, in chunks,
     of a chain and of a tree, must be those of one plain forward."""
     name = type(runner.model).__name__
-    if not runner.uses_interface:
+    if not runner.uses_attention_interface:
         raise UnsupportedModelError(
             f"{name} has an attention of its own that is not tested here with trees and ragged "
             "batches"

@@ -142,14 +142,14 @@ class Verifier:
             ):
                 self.prefill(slot, sequence)
 
-    def verifies_device_draft(self, draft: DeviceDraft, batch: Batch) -> bool:
+    def supports_device_draft(self, draft: DeviceDraft, batch: Batch) -> bool:
         """Whether a device draft can be verified without a copy on the host."""
         if self.fixed_shape or draft.roots != batch.roots:
             return False
         size, width = draft.token_tensor.shape
         if size != len(batch.sequences) or width > self.max_nodes:
             return False
-        return self.runner.verifies_device_drafts(size, width)
+        return self.runner.supports_device_drafts(size, width)
 
     def commit(self, draft: Draft, verdict: Verdict) -> None:
         """Keeps the KV entries of the accepted paths."""

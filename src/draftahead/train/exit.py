@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftahead.drafters.early_exit import io
 from draftahead.drafters.early_exit.adapter import ExitAdapter
-from draftahead.models.support import last_norm
+from draftahead.models.support import final_norm
 from draftahead.train.batches import TrainBatch
 from draftahead.train.task import NextTokenTask
 
@@ -26,7 +26,7 @@ class ExitTask(NextTokenTask):
             aux_layers=[adapter.config.num_layers],
             draft_to_target=adapter.draft_to_target,
         )
-        self.adapter, self._norm = adapter, last_norm(model)
+        self.adapter, self._norm = adapter, final_norm(model)
 
     def hidden(self, batch: TrainBatch, at: Any) -> Tensor:
         hidden: Tensor = self._norm(self.adapter(batch.aux_hidden[:, :, 0][at]))

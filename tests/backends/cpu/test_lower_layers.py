@@ -96,7 +96,7 @@ def test_bits_are_those_of_a_whole_forward(name: str, num_missing: list[int]) ->
     drafted, fresh, rng = filled(model), filled(model), random.Random(3)
     for trial in range(12):
         exit_transform = None if trial % 2 else multiply_in_place
-        layers = LayerSubset(model, range(1 + trial % 3), exit=exit_transform)
+        layers = LayerSubset(model, range(1 + trial % 3), exit_transform=exit_transform)
         tokens, parents = random_trees(rng, 2 + trial % 7)
         forward(drafted, tokens, parents=parents, layers=layers)
         assert_same(drafted, fresh, *random_trees(rng, 1 + (5 * trial) % 8))

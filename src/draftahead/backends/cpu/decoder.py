@@ -32,7 +32,7 @@ class CpuDecoder:
     """A Backend: a llama-shaped model bound to one KV cache, or some layers of it."""
 
     batch_invariant = True
-    scores_device_drafts = False
+    supports_device_drafts = False
 
     def __init__(self, spec: LlamaSpec, cache: KVCache) -> None:
         self._kernels, self._layers, self._model = bind(spec, cache)

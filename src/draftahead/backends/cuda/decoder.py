@@ -30,7 +30,7 @@ class CudaDecoder:
     """A Backend: a llama-shaped model bound to one KV cache."""
 
     batch_invariant = False  # the number of KV splits depends on how much is read
-    scores_device_drafts = True
+    supports_device_drafts = True
     tolerance = 0.1  # two ways of rounding to half precision
 
     def __init__(self, spec: LlamaSpec, cache: KVCache) -> None:

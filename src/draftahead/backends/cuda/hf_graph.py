@@ -38,7 +38,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, CacheView, bool], Tensor]
 class GraphedForward:
     """A Backend: the model's own forward as a CUDA graph."""
 
-    batch_invariant = scores_device_drafts = False
+    batch_invariant = supports_device_drafts = False
 
     def __init__(self, model: Any, forward: Forward, cache: KVCache, *, compiled: bool) -> None:
         self._forward, self._cache = forward, cache

@@ -45,7 +45,9 @@ class EarlyExit(SelfDrafter):
                 "leave 'layers' out"
             )
         draft_to_target = None if loaded is None else loaded.draft_to_target
-        self.layers = LayerSubset(model, range(count), exit_transform=loaded, draft_to_target=draft_to_target)
+        self.layers = LayerSubset(
+            model, range(count), exit_transform=loaded, draft_to_target=draft_to_target
+        )
 
     def propose(self, batch: Batch) -> Draft | None:
         return self.draft_with(self.layers, batch, sampled=True)
