@@ -70,24 +70,44 @@ def test_unset_max_tokens_is_cut_to_what_the_context_has_room_for(llm: LLM) -> N
 
 
 BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -0.1}, "temperature must be 0"),
-    ({"temperature": float("nan")}, "temperature must be 0"),
-    ({"top_p": 0}, "top_p must be above 0"),
-    ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
-    ({"top_k": -1}, "top_k must be 0"),
-    ({"min_p": 2}, "min_p must be between"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
-    ({"presence_penalty": float("inf")}, "presence_penalty must be finite"),
-    ({"max_tokens": 0}, "max_tokens must be 1"),
+    ({"temperature": -0.1}, "temperature must be a number, 0"),
+    ({"temperature": float("nan")}, "temperature must be a number, 0"),
+    ({"top_p": 0}, "top_p must be a number above 0"),
+    ({"top_p": 1.5}, "top_p must be a number above 0 and at most 1"),
+    ({"top_k": -1}, "top_k must be a whole number, 0"),
+    ({"min_p": 2}, "min_p must be a number between"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
+    ({"presence_penalty": float("inf")}, "presence_penalty must be a number between"),
+    ({"frequency_penalty": -101}, "frequency_penalty must be a number between"),
+    ({"max_tokens": 0}, "max_tokens must be a whole number, 1"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens .9. must not exceed"),
-    ({"n": 0}, "n must be 1"),
+    ({"n": 0}, "n must be a whole number, 1"),
     ({"stop": ["a", ""]}, "stop must be text"),
-    ({"logprobs": -1}, "logprobs must be 0"),
+    ({"logprobs": -1}, "logprobs must be a whole number, 0"),
     ({"temperature": "0.7"}, "temperature must be a number"),
     ({"top_k": 1.5}, "top_k must be a whole number"),
     ({"seed": 1.5}, "seed must be a whole number"),
     ({"n": True}, "n must be a whole number"),
-    ({"logit_bias": {"5": 1.0}}, "take token ids"),
+    ({"logit_bias": {"5": 1.0}}, "logit_bias must be a number for each"),
+    ({"logit_bias": {5: "x"}}, "logit_bias must be a number for each"),
+    ({"logit_bias": {5: float("nan")}}, "logit_bias must be a number for each"),
+    ({"logit_bias": {5: float("inf")}}, "logit_bias must be a number for each"),
+    ({"logit_bias": [5]}, "logit_bias must be a number for each"),
+    ({"n": None}, "n must be a whole number"),
+    ({"presence_penalty": None}, "presence_penalty must be a number"),
+    ({"frequency_penalty": None}, "frequency_penalty must be a number"),
+    ({"stop": None}, "stop must be text"),
+    ({"stop": [1]}, "stop must be text"),
+    ({"stop_token_ids": None}, "stop_token_ids must be a list of token ids"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids must be a list of token ids"),
+    ({"bad_words": None}, "bad_words must be a list"),
+    ({"bad_words": [[]]}, "bad_words must be a list"),
+    ({"bad_words": ["a", ""]}, "bad_words must be a list"),
+    ({"bad_words": [3]}, "bad_words must be a list"),
+    ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
+    ({"raw_logprobs": None}, "raw_logprobs must be True or False"),
+    ({"processors": None}, "processors must be a list"),
+    ({"processors": ["x"]}, "processors must be a list"),
     ({"bad_words": "foo"}, "bad_words must be a list"),
 ]
 
@@ -96,6 +116,14 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
 def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(errors.ConfigError, match=message):
         SamplingParams(**fields)
+
+
+def test_values_at_the_ends_of_their_range_are_accepted() -> None:
+    banned = {5: float("-inf")}
+    SamplingParams(
+        temperature=0, top_p=1, min_p=1, top_k=0, logit_bias=banned, stop="", seed=-(2**70)
+    )
+    SamplingParams(stop=("a",), bad_words=["a", [1, 2]], stop_token_ids={1}, presence_penalty=-100)
 
 
 BAD_DRAFTERS: list[tuple[Any, type[Exception], str]] = [

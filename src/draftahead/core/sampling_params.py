@@ -3,11 +3,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from draftahead.errors import ConfigError
+
+Check = Callable[[Any], bool]
+
+
+def _number(low: float, high: float, kinds: Any = int | float) -> Check:
+    def check(value: Any) -> bool:
+        return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+
+    return check
+
+
+def _whole(low: float, high: float = 2**31) -> Check:
+    return _number(low, high, int)
+
+
+def _list_of(is_item: Check) -> Check:
+    def check(value: Any) -> bool:
+        is_list = isinstance(value, Collection) and not isinstance(value, str)
+        return is_list and all(map(is_item, value))
+
+    return check
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_is_ids, _is_biases = _list_of(_whole(-math.inf, math.inf)), _list_of(_number(-math.inf, 1e38))
+# What each field must be; one whose default is None may be None too.
+_CHECKS: dict[str, tuple[Check, str]] = {
+    "temperature": (_number(0, 1e4), "a number, 0 (greedy) or more"),
+    "top_k": (_whole(0), "a whole number, 0 (off) or more"),
+    "top_p": (_number(math.ulp(0), 1), "a number above 0 and at most 1"),
+    "min_p": (_number(0, 1), "a number between 0 and 1"),
+    "repetition_penalty": (_number(math.ulp(0), 1e4), "a number above 0"),
+    "presence_penalty": (_number(-100, 100), "a number between -100 and 100"),
+    "frequency_penalty": (_number(-100, 100), "a number between -100 and 100"),
+    "logit_bias": (
+        lambda bias: isinstance(bias, Mapping) and _is_ids(bias) and _is_biases(bias.values()),
+        "a number for each of some token ids",
+    ),
+    "bad_words": (
+        _list_of(lambda word: _is_text(word) or (_is_ids(word) and len(word) > 0)),
+        "a list of words that are not empty, as text or token ids",
+    ),
+    "min_tokens": (_whole(0), "a whole number, 0 or more"),
+    "max_tokens": (_whole(1), "a whole number, 1 or more"),
+    "stop": (
+        lambda stop: isinstance(stop, str) or _list_of(_is_text)(stop),
+        "text that is not empty",
+    ),
+    "stop_token_ids": (_is_ids, "a list of token ids"),
+    "ignore_eos": (_is_flag, "True or False"),
+    "n": (_whole(1), "a whole number, 1 or more"),
+    "seed": (_whole(-math.inf, math.inf), "a whole number"),
+    "logprobs": (_whole(0), "a whole number, 0 or more"),
+    "raw_logprobs": (_is_flag, "True or False"),
+    "processors": (_list_of(callable), "a list of LogitsProcessors"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,42 +101,14 @@ class SamplingParams:
     processors: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, says: str) -> None:
-            if not ok:
-                raise ConfigError(f"{name} must be {says}, not {getattr(self, name)!r}")
-
-        whole = ("top_k", "max_tokens", "min_tokens", "n", "seed", "logprobs")
-        numbers = ("temperature", "top_p", "min_p", "repetition_penalty")
-        for name in (*whole, *numbers, "presence_penalty", "frequency_penalty"):
-            value, kind = getattr(self, name), int if name in whole else int | float
-            right = isinstance(value, kind) and not isinstance(value, bool)
-            check(value is None or right, name, "a whole number" if name in whole else "a number")
-        check(not isinstance(self.bad_words, str), "bad_words", "a list of words")
-        ids = [*(self.logit_bias or {}), *self.stop_token_ids]
-        if not all(isinstance(i, int) for i in ids):
-            raise ConfigError("logit_bias and stop_token_ids take token ids, which are numbers")
-
-        def within(value: float | None, low: float, high: float) -> bool:
-            return value is None or (math.isfinite(value) and low <= value <= high)
-
-        check(within(self.temperature, 0, 1e4), "temperature", "0 (greedy) or more")
-        check(within(self.top_k, 0, 2**31), "top_k", "0 (off) or more")
-        check(within(self.top_p, 0, 1) and self.top_p != 0, "top_p", "above 0 and at most 1")
-        check(within(self.min_p, 0, 1), "min_p", "between 0 and 1")
-        positive = within(self.repetition_penalty, 0, 1e4) and self.repetition_penalty != 0
-        check(positive, "repetition_penalty", "above 0")
-        check(within(self.presence_penalty, -100, 100), "presence_penalty", "finite")
-        check(within(self.frequency_penalty, -100, 100), "frequency_penalty", "finite")
-        check(within(self.max_tokens, 1, 2**31), "max_tokens", "1 or more")
-        check(within(self.min_tokens, 0, 2**31), "min_tokens", "0 or more")
+        for name, (is_right, says) in _CHECKS.items():
+            value, may_be_none = getattr(self, name), getattr(type(self), name) is None
+            if not is_right(value) and not (value is None and may_be_none):
+                raise ConfigError(f"{name} must be {says}, not {value!r}")
         if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
-        check(self.n >= 1, "n", "1 or more")
-        check(within(self.logprobs, 0, 2**31), "logprobs", "0 or more")
-        check(all(self.stops), "stop", "text that is not empty")
-        check(all(self.bad_words), "bad_words", "words that are not empty")
 
     @property
     def stops(self) -> tuple[str, ...]:
