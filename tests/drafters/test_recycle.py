@@ -43,13 +43,13 @@ def test_every_verified_node_is_remembered(target: Any) -> None:
         best = output.logits[0].topk(SUCCESSORS).indices.tolist()
         order = [n for n in range(draft.num_nodes[0]) if n not in path] + path
         seen.update({tokens[node]: best[node] for node in order})
-        assert drafter._own[batch.sequences[0].id] == seen
+        assert drafter._by_sequence[batch.sequences[0].id] == seen
 
     drafter.learn = learn  # type: ignore[method-assign]
     out = llm.generate([PROMPT], GREEDY)[0]
     assert out.token_ids == zoo.reference(target, PROMPT, 30)
     assert len(seen) > len(set(out.token_ids))  # more than the text alone would teach
-    assert not drafter._own and not drafter._drafts  # forgotten with the text
+    assert not drafter._by_sequence and not drafter._drafts  # forgotten with the text
 
 
 def test_what_is_remembered_of_a_namespace_drafts_for_no_other(target: Any) -> None:
@@ -59,21 +59,21 @@ def test_what_is_remembered_of_a_namespace_drafts_for_no_other(target: Any) -> N
     assert again.steps < first.steps
     for namespace in ("bob", None):
         assert llm.generate([PROMPT], GREEDY, namespace=namespace)[0].stats.steps > again.steps
-    assert set(drafter._shared) == {"ann", "bob"}
+    assert set(drafter._by_namespace) == {"ann", "bob"}
     for number in range(80):
         llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2), namespace=str(number))
-    assert len(drafter._shared) <= 64
-    assert "ann" not in drafter._shared
+    assert len(drafter._by_namespace) <= 64
+    assert "ann" not in drafter._by_namespace
     alone, drafter = recycling(target)  # shares nothing unless the drafter is asked to
     alone.generate([PROMPT], GREEDY, namespace="ann")
-    assert not drafter._shared
+    assert not drafter._by_namespace
 
 
 def test_the_oldest_tokens_are_dropped(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recycle, "MAX_TOKENS", 5)
     llm, drafter = recycling(target, shared=True)
     out = llm.generate([PROMPT], GREEDY, namespace="ann")[0]
-    memory = drafter._shared["ann"]
+    memory = drafter._by_namespace["ann"]
     assert len(memory) == 5
     assert out.token_ids[-2] in memory  # the newest stay
 

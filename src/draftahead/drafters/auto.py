@@ -26,7 +26,7 @@ from draftahead.core import tree as core_tree
 from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
-from draftahead.drafters.base import Drafter, DrafterContext, as_built, check, positive
+from draftahead.drafters.base import Drafter, DrafterContext, as_built, check_draft, positive_int
 from draftahead.drafters.registry import build, register
 from draftahead.errors import ConfigError, DrafterFaultWarning
 
@@ -74,7 +74,7 @@ class Auto(Drafter):
         shared_tokens: int = 0,
     ) -> None:
         self.adaptive = num_speculative_tokens is None
-        self.most = positive("num_speculative_tokens", num_speculative_tokens, default=MOST)
+        self.most = positive_int("num_speculative_tokens", num_speculative_tokens, default=MOST)
         self.cheap: dict[str, Drafter] = {
             "suffix": build({"method": "suffix", "shared_tokens": shared_tokens}, context),
             "recycle": build({"method": "recycle", "shared": shared_tokens > 0}, context),
@@ -167,7 +167,7 @@ class Auto(Drafter):
             if isinstance(draft, DeviceDraft):
                 draft, _ = draft.to_host()
             if draft is not None:
-                check(draft, batch, self.vocabulary)
+                check_draft(draft, batch, self.vocabulary)
             return draft
         except Exception as fault:
             self._leave_out(name, fault)

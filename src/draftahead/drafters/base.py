@@ -21,6 +21,9 @@ from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.errors import ConfigError
 from draftahead.models.runner import ModelRunner
 
+# Nodes of lower confidence are not drafted: they do not repay their share of the verification.
+MIN_CONFIDENCE = 0.02
+
 
 @runtime_checkable
 class Drafter(Protocol):
@@ -41,8 +44,8 @@ class Drafter(Protocol):
         ...
 
     def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
-        """What became of a step for which it was asked: the draft that was verified (of what it
-        proposed, the part that pays), the target's output for it, and the verdict.
+        """The outcome of a step for which it was asked: the draft that was verified (the part of
+        its own that the policy kept), the target's output for it, and the verdict.
         `batch.sequences` do not hold the new tokens yet."""
         return
 
@@ -56,7 +59,8 @@ class Drafter(Protocol):
 
     @property
     def expected_offer(self) -> Offer | None:
-        """What its best guesses would be worth, for one that often holds them back."""
+        """Confidence by rank and seconds of its draft if it ran now, by which the policy asks a
+        drafter whose recent drafts were small."""
         return None
 
     def explain(self) -> list[str]:
@@ -113,9 +117,8 @@ class DrafterContext:
 
 
 def validated(draft: Draft, batch: Batch, vocab_size: int) -> Draft:
-    """A draft that was checked, without what a drafter may state and not know: distributions that
-    were not sampled from by the draft sampler are ignored."""
-    check(draft, batch, vocab_size)
+    """A checked copy of a draft, without `probs`: only those of the draft sampler are trusted."""
+    check_draft(draft, batch, vocab_size)
     trees = [
         list(zip(tokens[1:size], parents[1:size], strict=True))
         for tokens, parents, size in zip(draft.tokens, draft.parents, draft.num_nodes, strict=True)
@@ -123,7 +126,7 @@ def validated(draft: Draft, batch: Batch, vocab_size: int) -> Draft:
     return Draft.trees(batch.roots, trees, validated_confidence(draft))
 
 
-def check(draft: Draft, batch: Batch, vocab_size: int) -> None:
+def check_draft(draft: Draft, batch: Batch, vocab_size: int) -> None:
     """Refuses a draft that is no tree of known tokens over this batch's roots."""
     size = len(batch.sequences)
     if not len(draft.tokens) == len(draft.parents) == len(draft.num_nodes) == size:
@@ -157,10 +160,10 @@ def validated_confidence(draft: Draft) -> list[list[float]] | None:
     return found
 
 
-def positive(name: str, value: Any, most: int = 63, default: int | None = None) -> int:
-    """A checked whole number, for the options of drafters; without one, the default."""
+def positive_int(name: str, value: Any, max_value: int = 63, default: int | None = None) -> int:
+    """Checks an option of a drafter; without a value, returns the default."""
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ConfigError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= max_value:
+        raise ConfigError(f"{name} must be a whole number from 1 to {max_value}, not {value!r}")
     return value

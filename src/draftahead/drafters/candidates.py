@@ -1,5 +1,5 @@
-"""Trees of candidates that need no forward: tables predict them, and the most confident ones are
-drafted. For `recycle` and `suffix`."""
+"""Draft trees from tables, without a forward: the most confident candidates. For `recycle` and
+`suffix`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Generic, TypeVar
 from draftahead.core import tree
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, SequenceState
-from draftahead.drafters.base import Drafter, positive
+from draftahead.drafters.base import Drafter, positive_int
 
 DEFAULT_TREE_NODES = 15  # without the root: with it 16, which one forward takes cheaply
-MIN_CONFIDENCE = 0.02  # nodes below it do not repay their share of the verification
 
 Source = TypeVar("Source")
 
@@ -34,7 +33,7 @@ class CandidateDrafter(Drafter, Generic[Source]):
         """Without a number of tokens, the policy verifies as many as pay."""
         self.adaptive = num_speculative_tokens is None
         name = "num_speculative_tokens"
-        self.max_nodes = positive(name, num_speculative_tokens, default=DEFAULT_TREE_NODES)
+        self.max_nodes = positive_int(name, num_speculative_tokens, default=DEFAULT_TREE_NODES)
         self._drafts: dict[int, list[CandidateNode[Source]]] = {}  # by sequence
 
     def candidates(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
@@ -56,7 +55,7 @@ class CandidateDrafter(Drafter, Generic[Source]):
     def outcomes(
         self, sequence: SequenceState, emitted: list[int]
     ) -> Iterator[tuple[CandidateNode[Source], bool]]:
-        """Of every node whose parent was right, whether it was right as well."""
+        """(node, accepted) for every node whose parent was accepted."""
         nodes = self._drafts.get(sequence.id, [])
         parents = [-1, *(node.parent for node in nodes)]
         found = tree.outcomes([-1, *(node.token for node in nodes)], parents, emitted)

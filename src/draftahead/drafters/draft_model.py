@@ -19,7 +19,7 @@ from torch import Tensor
 from draftahead.core.device import last_of, padded
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, ForwardOutput, Verdict
-from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.base import Drafter, DrafterContext, positive_int
 from draftahead.drafters.registry import register
 from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder, sampled_chain
 from draftahead.errors import ConfigError, VocabularyMismatchError
@@ -42,7 +42,9 @@ class DraftModel(Drafter):
         num_speculative_tokens: int | None = None,
     ) -> None:
         self.adaptive = num_speculative_tokens is None
-        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH)
+        self.count = positive_int(
+            "num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH
+        )
         self.builder = TreeBuilder(self.count)
         if model is None:
             raise ConfigError("drafter 'draft_model' needs 'model': the name or path of a model")

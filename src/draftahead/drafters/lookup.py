@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, SequenceState
-from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.base import Drafter, DrafterContext, positive_int
 from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
 
@@ -51,9 +51,9 @@ class Lookup(Drafter):
         prompt_lookup_max: int = 3,
         prompt_lookup_min: int = 1,
     ) -> None:
-        self.count = positive("num_speculative_tokens", num_speculative_tokens)
-        self.longest = positive("prompt_lookup_max", prompt_lookup_max)
-        self.shortest = positive("prompt_lookup_min", prompt_lookup_min)
+        self.count = positive_int("num_speculative_tokens", num_speculative_tokens)
+        self.longest = positive_int("prompt_lookup_max", prompt_lookup_max)
+        self.shortest = positive_int("prompt_lookup_min", prompt_lookup_min)
         if self.shortest > self.longest:
             raise ConfigError(
                 f"prompt_lookup_min ({self.shortest}) must not exceed prompt_lookup_max "

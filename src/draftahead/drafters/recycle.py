@@ -1,10 +1,9 @@
-"""Token recycling (Luo et al., arXiv 2408.08696): after each token that it verifies, the target has
-logits for what could follow; the best few are remembered for the next time that token occurs.
+"""Token recycling (Luo et al., arXiv 2408.08696): the target's best few next tokens after each
+verified token are remembered, and drafted when that token occurs again.
 
-What was remembered of one request drafts for no other, unless the drafter shares (`shared`) and
-both name the same namespace. What the target predicts after each token by itself depends on no
-text: such a table may be given as a start (`scripts/successors.py` makes it; one comes with
-smollm2).
+They are used within the same request, or with `shared` within the same namespace. A table of the
+target's predictions after each token alone, without a text, may be given for tokens that have not
+occurred (`scripts/successors.py` makes it; one comes with smollm2).
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from draftahead.control.rates import Rates
 from draftahead.core import tree
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
-from draftahead.drafters.base import DrafterContext
-from draftahead.drafters.candidates import MIN_CONFIDENCE, CandidateDrafter, CandidateNode
+from draftahead.drafters.base import MIN_CONFIDENCE, DrafterContext
+from draftahead.drafters.candidates import CandidateDrafter, CandidateNode
 from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
 
 SUCCESSORS = 4  # remembered of a token; further ones are hardly ever right
 MAX_TOKENS = 16384  # remembered of a namespace or a sequence; the oldest are dropped
 MAX_NAMESPACES = 64  # remembered; the least recently used is dropped
-# Before anything was observed: how often the first, second, ... successor is accepted, if it was
-# remembered from a text, and if it comes from the table.
+# Prior acceptance rates of the first, second, ... successor: remembered from a text (True), and
+# from the table (False).
 INITIAL_RATES = {True: (0.45, 0.15, 0.08, 0.05), False: (0.25, 0.10, 0.06, 0.04)}
 
-Memory = dict[int, list[int]]  # token -> its successors, the most likely first
-Source = tuple[bool, int]  # whether remembered, or from the table; rank among the successors
+Successors = dict[int, list[int]]  # token -> its successors, the most likely first
+Source = tuple[bool, int]  # remembered, or from the table; rank among the successors
 
 
 @register("recycle")
@@ -60,8 +59,8 @@ class Recycle(CandidateDrafter[Source]):
         self.rates: Rates[Source] = Rates(
             lambda source: INITIAL_RATES[source[0]][source[1]], prior_weight=16.0, decay=0.99
         )
-        self._own: dict[int, Memory] = {}  # by sequence
-        self._shared: OrderedDict[str, Memory] = OrderedDict()  # by namespace
+        self._by_sequence: dict[int, Successors] = {}  # by sequence
+        self._by_namespace: OrderedDict[str, Successors] = OrderedDict()  # by namespace
 
     def candidates(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
         memory = self._memory(sequence)
@@ -77,14 +76,14 @@ class Recycle(CandidateDrafter[Source]):
         root = CandidateNode(sequence.tokens[-1], -1, 0, 1.0, (True, 0))
         return tree.best_first(children(root, 0), children, self.max_nodes, MIN_CONFIDENCE)
 
-    def _memory(self, sequence: SequenceState) -> Memory:
+    def _memory(self, sequence: SequenceState) -> Successors:
         namespace = sequence.request.namespace
         if namespace is None or not self.shared:
-            return self._own.setdefault(sequence.id, {})
-        found = self._shared.setdefault(namespace, {})
-        self._shared.move_to_end(namespace)
-        if len(self._shared) > MAX_NAMESPACES:
-            self._shared.popitem(last=False)
+            return self._by_sequence.setdefault(sequence.id, {})
+        found = self._by_namespace.setdefault(namespace, {})
+        self._by_namespace.move_to_end(namespace)
+        if len(self._by_namespace) > MAX_NAMESPACES:
+            self._by_namespace.popitem(last=False)
         return found
 
     def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
@@ -97,17 +96,17 @@ class Recycle(CandidateDrafter[Source]):
                 self.rates.note(candidate.source, accepted)
             memory, path = self._memory(sequence), verdict.paths[b]
             rejected = sorted(set(range(draft.num_nodes[b])) - set(path))
-            for node in [*rejected, *path]:  # the accepted tokens have the last word
+            for node in [*rejected, *path]:  # accepted ones last: they overwrite the others
                 token, following = draft.tokens[b][node], successors[b][node]
                 if following[0] >= 0:  # the logits were finite
-                    memory.pop(token, None)  # to become the newest
+                    memory.pop(token, None)  # re-inserted as the newest
                     memory[token] = [successor for successor in following if successor >= 0]
             while len(memory) > MAX_TOKENS:
                 del memory[next(iter(memory))]
 
     def release(self, sequence: SequenceState) -> None:
         super().release(sequence)
-        self._own.pop(sequence.id, None)
+        self._by_sequence.pop(sequence.id, None)
 
 
 def read_table(file: str | Path, vocab_size: int) -> Mapping[int, list[int]]:

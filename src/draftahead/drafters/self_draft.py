@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.base import Drafter, DrafterContext, positive_int
 from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder, argmax_chain, sampled_chain
 from draftahead.models.layer_subset import LayerSubset
 from draftahead.models.support import text_config
@@ -28,7 +28,9 @@ class SelfDrafter(Drafter):
         self, context: DrafterContext, name: str, num_speculative_tokens: int | None
     ) -> None:
         self.adaptive = num_speculative_tokens is None
-        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH)
+        self.count = positive_int(
+            "num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH
+        )
         self.builder = TreeBuilder(self.count)
         self.runner = context.target_runner(name)
         self.num_layers = int(text_config(self.runner.model).num_hidden_layers)

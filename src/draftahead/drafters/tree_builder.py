@@ -1,7 +1,5 @@
-"""Drafts by a model: a tree, built level by level as deep as it pays, or a chain.
-
-For every drafter that has a distribution of its own for the next token. How it computes that is its
-own affair: it passes a function that returns the logits after given nodes.
+"""Drafts from a model's logits: a tree, built level by level while a level is worth its time, or a
+chain. The drafter passes a function that returns the logits after given nodes.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
+from draftahead.drafters.base import MIN_CONFIDENCE
 
 # Levels of a tree, where the number is not asked for. Deeper levels are reached less often than
 # they cost time.
@@ -21,22 +20,20 @@ MAX_DEPTH = 8
 # Nodes that are expanded at each level. More find more alternatives, for a wider forward per level.
 EXPANDED_PER_LEVEL = 2
 CHILDREN = 4  # of each of them; their confidence falls quickly
-# Nodes below this confidence are dropped: they do not repay their share of the verification.
-MIN_CONFIDENCE = 0.02
-# A level's measured time is multiplied by this whenever the tree stops before it: one slow moment
-# must not keep further levels out for ever.
-FORGET = 0.98
+# Decay of the measured level time whenever a tree stops early: otherwise one slow measurement could
+# disable further levels for good.
+LEVEL_TIME_DECAY = 0.98
 # Assumed probability that the next level holds an accepted node, before its logits are known. Lower
 # builds shallower trees.
-ACCEPTED_NEXT = 0.7
+LEVEL_ACCEPTANCE = 0.7
 
-# Tokens and parents [B, N] of the nodes that are expanded -> logits [B, N, V] after each. Node 0 is
-# the root. Every call brings the nodes of the call before in the same places, and behind them those
-# of one more level; a level of fewer nodes is filled up with roots, whose logits are not used.
-Expand = Callable[[Tensor, Tensor], Tensor]
+# Tokens and parents [B, N] of the nodes to expand -> logits [B, N, V] after each. Each call repeats
+# the nodes of the call before and appends one level: parents [-1], then [-1, 0, 0], then
+# [-1, 0, 0, 1, 2]. Levels of fewer nodes are padded with roots, whose logits are not used.
+ExpandFn = Callable[[Tensor, Tensor], Tensor]
 
 # Sampled tokens [B] -> logits [B, V] after them, and their argmax [B] if it is known.
-Feed = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+NextLogitsFn = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
 class TreeBuilder:
@@ -47,8 +44,8 @@ class TreeBuilder:
         self, max_depth: int = MAX_DEPTH, expanded_per_level: int = EXPANDED_PER_LEVEL
     ) -> None:
         self.max_depth, self.expanded_per_level = max_depth, expanded_per_level
-        self.level_seconds = 0.0  # of one more level, as of late
-        self._levels = 0  # that this is measured from
+        self.level_seconds = 0.0  # moving average
+        self._levels = 0  # measured
 
     @property
     def max_expanded(self) -> int:
@@ -59,7 +56,7 @@ class TreeBuilder:
         self,
         batch: Batch,
         logits: Tensor,
-        expand: Expand,
+        expand: ExpandFn,
         max_depths: Sequence[int] | None = None,
         draft_to_target: Tensor | None = None,
     ) -> Draft | None:
@@ -73,7 +70,7 @@ class TreeBuilder:
                 partial.frontier = partial.best_leaves(self.expanded_per_level)
             reached = sum(p.confidence[node] for p in trees for node in p.frontier)
             if reached <= self.needed_confidence(batch):
-                self.note_stop()
+                self.decay_level_time()
                 break
             start = time.perf_counter()
             level_size = max(len(partial.frontier) for partial in trees)
@@ -117,11 +114,11 @@ class TreeBuilder:
         if batch.step_cost is None:
             return 0.0
         size = len(batch.sequences)
-        return self.level_seconds * size / (ACCEPTED_NEXT * batch.step_cost.of(size))
+        return self.level_seconds * size / (LEVEL_ACCEPTANCE * batch.step_cost.of(size))
 
-    def note_stop(self) -> None:
-        """The tree ended before its last level."""
-        self.level_seconds *= FORGET
+    def decay_level_time(self) -> None:
+        """To be called when a tree ends before its last level."""
+        self.level_seconds *= LEVEL_TIME_DECAY
 
 
 class PartialTree:
@@ -177,7 +174,7 @@ def top_candidates(
     )
     # In float64, which holds every token id exactly.
     pairs = torch.stack([probs.double(), children.double()], 1).tolist()
-    return [(own, [int(token) for token in ids]) for own, ids in pairs]
+    return [(best, [int(token) for token in ids]) for best, ids in pairs]
 
 
 def sampled_chain(
@@ -185,7 +182,7 @@ def sampled_chain(
     count: int,
     logits: Tensor,
     argmax: Tensor | None,
-    feed: Feed,
+    feed: NextLogitsFn,
     max_depths: Sequence[int] | None = None,
 ) -> None:
     """Draws up to `count` tokens for every sequence; the draft sampler holds the draft. The tokens
@@ -199,10 +196,10 @@ def sampled_chain(
             logits, argmax = feed(tokens)
 
 
-def argmax_chain(batch: Batch, count: int, logits: Tensor, feed: Feed) -> Draft:
+def argmax_chain(batch: Batch, count: int, logits: Tensor, feed: NextLogitsFn) -> Draft:
     """Up to `count` tokens for every sequence, each what the target would emit if it had these
-    logits. For drafters whose distribution may be another one when the same text is decoded again:
-    drawn tokens would be others, too."""
+    logits. For drafters whose distribution is not reproducible (layer_skip
+    before and after its search): sampled drafts would make the text irreproducible."""
     sequences = range(len(batch.sequences))
     chains: list[tuple[int, ...]] = [() for _ in sequences]
     for left in reversed(range(min(count, max(batch.max_depths)))):

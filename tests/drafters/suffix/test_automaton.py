@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from draftahead.drafters.candidates import MIN_CONFIDENCE
+from draftahead.drafters.base import MIN_CONFIDENCE
 from draftahead.drafters.suffix.automaton import (
     MAX_COUNTED,
     AutomatonCursor,

@@ -20,11 +20,12 @@ from draftahead.backends.cpu.linear import is_supported, weights_of
 from draftahead.core.device import padded
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
+from draftahead.drafters.base import MIN_CONFIDENCE
 from draftahead.drafters.eagle.cpu_head import CpuEagleHead
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.eagle.spec import InputProjection, input_projection
-from draftahead.drafters.tree_builder import CHILDREN, MIN_CONFIDENCE, TreeBuilder
+from draftahead.drafters.tree_builder import CHILDREN, TreeBuilder
 
 
 class CpuTreeBuilder:
@@ -122,7 +123,7 @@ class CpuTreeBuilder:
         if levels:
             builder.note_level((time.perf_counter() - start - args.inputs_seconds) / levels)
         if levels < builder.max_depth - 1:
-            builder.note_stop()
+            builder.decay_level_time()
 
     def _head_inputs(self, tokens: Sequence[list[int]]) -> tuple[abi.HeadInputs, list[Tensor]]:
         """The (hidden, token) inputs that are missing, and the tensors that hold them."""

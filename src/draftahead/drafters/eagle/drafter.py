@@ -20,7 +20,7 @@ from draftahead.backends.cpu.threads import one_thread
 from draftahead.core import tree as trees
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, Verdict
-from draftahead.drafters.base import DeviceDrafter, DrafterContext, as_built, positive
+from draftahead.drafters.base import DeviceDrafter, DrafterContext, as_built, positive_int
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.cpu_trees import CpuTreeBuilder
 from draftahead.drafters.eagle.cuda_head import TreePlan
@@ -66,8 +66,10 @@ class Eagle(DeviceDrafter):
         if tree is not None and num_speculative_tokens is not None:
             raise ConfigError("give eagle 'tree' or 'num_speculative_tokens', not both")
         self.adaptive = num_speculative_tokens is None and tree is None
-        self.count = positive("num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH)
-        self.tree = None if tree is None else positive("tree", tree)  # nodes without the root
+        self.count = positive_int(
+            "num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH
+        )
+        self.tree = None if tree is None else positive_int("tree", tree)  # nodes without the root
         expanded = EXPANDED_PER_LEVEL if tree is None else EXPANDED_OF_FIXED_TREE
         self.builder = TreeBuilder(self.count, expanded)
         self.target = context.target_runner("eagle")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.base import DrafterContext, positive
+from draftahead.drafters.base import DrafterContext, positive_int
 from draftahead.drafters.early_exit import io
 from draftahead.drafters.registry import register
 from draftahead.drafters.self_draft import SelfDrafter
@@ -38,7 +38,7 @@ class EarlyExit(SelfDrafter):
         model = self.runner.model
         loaded = None if adapter is None else io.load(adapter, model)
         default = max(1, round(self.num_layers / 3)) if loaded is None else loaded.config.num_layers
-        count = positive("layers", layers, self.num_layers, default)
+        count = positive_int("layers", layers, self.num_layers, default)
         if loaded is not None and count != default:
             raise ConfigError(
                 f"the exit adapter in {adapter} was trained after layer {default}, not {count}: "

@@ -24,7 +24,7 @@ from draftahead.backends.cpu.threads import one_thread
 from draftahead.core.device import small_tensor
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.base import Drafter, DrafterContext, positive
+from draftahead.drafters.base import Drafter, DrafterContext, positive_int
 from draftahead.drafters.candidates import DEFAULT_TREE_NODES
 from draftahead.drafters.medusa import io
 from draftahead.drafters.medusa.heads import MedusaHeads
@@ -69,8 +69,8 @@ class Medusa(Drafter):
         self.adaptive = num_speculative_tokens is None and tree is None
         self.count: int | None = None  # tokens of a chain that is sampled
         if num_speculative_tokens is not None:
-            self.count = positive("num_speculative_tokens", num_speculative_tokens, len(heads))
-        self.max_nodes = positive("tree", tree) if isinstance(tree, int) else DEFAULT_TREE_NODES
+            self.count = positive_int("num_speculative_tokens", num_speculative_tokens, len(heads))
+        self.max_nodes = positive_int("tree", tree) if isinstance(tree, int) else DEFAULT_TREE_NODES
         self.choices = list(heads.choices) if tree is None else []
         if tree is not None and not isinstance(tree, int):
             self.choices = validated_choices("tree", tree, len(heads))

@@ -1,4 +1,4 @@
-"""Texts as suffix automata (Blumer et al. 1985): what followed an end of a text, and how often.
+"""Suffix automata of texts (Blumer et al. 1985): which tokens followed a suffix, and how often.
 
 An automaton grows with its text, in constant time per token on average. Its newest state links to
 the longest suffix that occurred earlier; the transitions from there are all that ever followed it,
@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from draftahead.control.rates import Rates
 from draftahead.core import tree
-from draftahead.drafters.candidates import MIN_CONFIDENCE, CandidateNode
+from draftahead.drafters.base import MIN_CONFIDENCE
+from draftahead.drafters.candidates import CandidateNode
 
 LONGEST_MATCH = 16  # longer matches are treated alike: they are equally reliable
 # Suffixes of the text, the longest first, that vote on the next token. More of them find more
-# alternatives where the longest one has hardly occurred.
+# alternatives where the longest one is rare.
 MAX_MATCHES = 4
 MAX_CHILDREN = 3  # of a node
 # States whose counts are updated per token. Fewer leave the counts of short suffixes too low; all
@@ -60,7 +61,7 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
     def _split(self, at: int, token: int, found: int) -> int:
-        """The shorter strings of a state get a state of their own once they occur where the longer
+        """Moves the shorter strings of a state to a new state, once they occur where the longer
         ones do not."""
         clone = self._new(dict(self.next[found]), self.length[at] + 1)
         self.link[clone], self.count[clone] = self.link[found], self.count[found]
@@ -101,7 +102,7 @@ class AutomatonCursor:
         self._normalize(automaton)
 
     def _normalize(self, automaton: SuffixAutomaton) -> None:
-        """A state may have been split since: its shorter strings have another state now."""
+        """The state may have been split since: then its shorter strings are in its link."""
         while self.state and self.length <= automaton.length[automaton.link[self.state]]:
             self.state = automaton.link[self.state]
 
@@ -131,7 +132,8 @@ class Match(NamedTuple):
     automaton: SuffixAutomaton
     state: int
     length: int
-    is_own: bool  # in the text itself, where one of its occurrences is the end, with no follower
+    # Found in the text itself: one occurrence is its current end, which has no next token yet.
+    is_own: bool
 
 
 SuffixNode = CandidateNode[Match]  # its source: the match that includes its own token
@@ -142,15 +144,16 @@ def build_tree(
 ) -> list[SuffixNode]:
     """The most confident nodes below the root, parents first.
 
-    At the root every match votes, the longer ones first: what one of them leaves open by its rate,
-    the next one distributes. Below, each node continues in the automaton that it came from.
+    At the root every match votes, the longer ones first: a match distributes its acceptance rate,
+    and leaves the rest of the probability to the next shorter one. Below, each node continues in
+    the automaton that it came from.
     """
 
     def children(match: Match, parent: int, depth: int, confidence: float) -> Iterator[SuffixNode]:
         for token, state, share in followers(match.automaton, match.state, is_end=match.is_own):
             longer = Match(match.automaton, state, match.length + 1, False)
-            own = confidence * rates[match.length] * share
-            yield CandidateNode(token, parent, depth, own, longer)
+            reached = confidence * rates[match.length] * share
+            yield CandidateNode(token, parent, depth, reached, longer)
 
     def expand(node: SuffixNode, index: int) -> Iterable[SuffixNode]:
         if node.depth == max_depth:
@@ -172,9 +175,9 @@ def build_tree(
 def followers(
     automaton: SuffixAutomaton, state: int, *, is_end: bool = False
 ) -> list[tuple[int, int, float]]:
-    """(token, state, share) of what followed a state's strings. The end of the text itself has no
-    follower yet: there, what followed the longest of its suffixes that has one. So a text that
-    repeats itself is continued by repetition."""
+    """(token, state, share) of the tokens that followed a state's strings. `is_end`: one of these
+    occurrences is the end of the text, without a next token. A state without any next token is
+    replaced by its longest suffix that has one, so that a periodic text is continued."""
     while state and not automaton.next[state]:
         state, is_end = automaton.link[state], True
     total = max(1, automaton.count[state] - is_end)

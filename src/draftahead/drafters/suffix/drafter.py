@@ -1,8 +1,8 @@
 """Suffix matching (after SuffixDecoding, Oliaro et al., arXiv 2411.04975): a tree of what followed
 the longest suffix of the sequence that has occurred before, in it or, if asked, in earlier outputs.
 
-Earlier outputs are used only where both sides agree: the drafter has room for them
-(`shared_tokens`), and the request names a namespace. A text drafts for its own namespace alone.
+Earlier outputs are used only within a namespace that the request names, and only if the drafter
+keeps them (`shared_tokens`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from draftahead.drafters.suffix.automaton import (
 )
 from draftahead.errors import ConfigError
 
-# Tokens that are matched again in a shared automaton that was built anew: more find longer matches,
-# and LONGEST_MATCH of them would be enough but for texts that were dropped.
+# Last tokens of a sequence that are matched again when the shared automaton was rebuilt. More find
+# longer matches.
 REMATCHED_TOKENS = 64
 
 
@@ -41,7 +41,7 @@ class SequenceIndex:
 
     def extend(self, tokens: list[int], shared: SuffixAutomaton | None) -> list[Match]:
         """Adds what is new; returns all matches of the sequence's end."""
-        if shared is not None and shared is not self.shared:  # built anew: find the place again
+        if shared is not None and shared is not self.shared:  # rebuilt
             self.shared, self.cursor = shared, AutomatonCursor()
             for token in tokens[max(0, self.own.size - REMATCHED_TOKENS) : self.own.size]:
                 self.cursor.advance(shared, token)
@@ -84,14 +84,14 @@ class Suffix(CandidateDrafter[Match]):
         return build_tree(matches, self.rates, self.max_nodes, max_depth)
 
     def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
-        """Wherever the parent was right, whether its most confident child was right as well."""
+        """Notes the outcome of the most confident child of every accepted node."""
         for sequence, emitted in zip(batch.sequences, verdict.tokens, strict=True):
             best: dict[int, tuple[SuffixNode, bool]] = {}  # by parent
             for node, accepted in self.outcomes(sequence, emitted):
                 if node.parent not in best or node.confidence > best[node.parent][0].confidence:
                     best[node.parent] = node, accepted
             for node, accepted in best.values():
-                self.rates.note(node.source.length - 1, accepted)  # of the match before it
+                self.rates.note(node.source.length - 1, accepted)  # of the match without the node
 
     def release(self, sequence: SequenceState) -> None:
         super().release(sequence)
