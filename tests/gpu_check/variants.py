@@ -47,7 +47,7 @@ class ForwardSpec(NamedTuple):
     num_nodes: int  # of each sequence
     kv_len: int
     tree: str = "chain"  # or "tree", or "device": the host knows the roots only
-    hidden: tuple[int, ...] = ()  # layers whose hidden states are captured
+    hidden: tuple[int, ...] = ()  # layers whose hidden states are stored
 
 
 FORWARDS = {
@@ -145,8 +145,8 @@ def decoder(target: Any, dtype: torch.dtype) -> CudaDecoder:
 
 def forward(made: CudaDecoder, spec: ForwardSpec) -> None:
     if spec.hidden:
-        made.cache.capture_hidden(len(spec.hidden) * made.spec.hidden_size)
-        made.capture_hidden(spec.hidden)
+        made.cache.allocate_hidden(len(spec.hidden) * made.spec.hidden_size)
+        made.set_aux_layers(spec.hidden)
     batch, num_nodes = spec.batch, spec.num_nodes
     tokens = (torch.arange(batch * num_nodes) % 97).view(batch, num_nodes)
     cache_slice = CacheSlice(1, spec.kv_len, ENTRIES - 1, 1)

@@ -51,7 +51,7 @@ def both(kind: str, dtype: torch.dtype, layers: int) -> tuple[ModelRunner, Model
     ours, exact = ModelRunner(model, **options), eager(ModelRunner(truth, **options))
     assert isinstance(ours._backend, CudaDecoder)
     for runner in (ours, exact):
-        runner.capture_hidden((layers,))
+        runner.add_aux_layers((layers,))
         for slot, length in enumerate(LENGTHS):
             runner.prefill(slot, random_tokens(length, seed=slot).tolist())
     return ours, exact

@@ -24,7 +24,7 @@ def empty(dtype: torch.dtype = torch.float64) -> KVCache:
 def filled(lengths: Sequence[int] = (4, 6, 0)) -> KVCache:
     """Every number says which tensor, slot, head and entry it was in; tokens say slot and entry."""
     cache = empty()
-    cache.capture_hidden(HIDDEN)
+    cache.allocate_hidden(HIDDEN)
     for number, stored in enumerate(cache.tensors()):
         stored.copy_(torch.arange(stored.numel(), dtype=torch.float64).view(stored.shape))
         stored += (number + 1) * 1e6
@@ -93,10 +93,10 @@ def test_a_cache_larger_than_free_memory_is_refused(monkeypatch: pytest.MonkeyPa
     free(needed)
     cache = empty(torch.float32)
     free(hidden)
-    cache.capture_hidden(HIDDEN)
+    cache.allocate_hidden(HIDDEN)
     free(hidden - 1)
     with pytest.raises(CacheMemoryError, match="3 slots of 16 tokens"):
-        cache.capture_hidden(HIDDEN)
+        cache.allocate_hidden(HIDDEN)
     free(needed - 1)
     with pytest.raises(CacheMemoryError, match="lower max_batch"):
         empty(torch.float32)
@@ -104,10 +104,10 @@ def test_a_cache_larger_than_free_memory_is_refused(monkeypatch: pytest.MonkeyPa
     empty(torch.float32)
 
 
-def test_capturing_other_hidden_states_empties_the_slots() -> None:
+def test_storing_other_hidden_states_empties_the_slots() -> None:
     """Of the tokens before, those hidden states were not stored."""
     cache = filled()
-    cache.capture_hidden(HIDDEN + 1)
+    cache.allocate_hidden(HIDDEN + 1)
     assert cache.tokens_in == [[], [], []]
     assert cache.hidden is not None
     assert tuple(cache.hidden.shape) == (SLOTS, 1, ENTRIES, HIDDEN + 1)

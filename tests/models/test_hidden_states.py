@@ -11,7 +11,7 @@ from torch import Tensor
 import zoo
 from draftahead.backends.modules import is_patched
 from draftahead.errors import ConfigError
-from draftahead.models.layer_subset import captured_hidden
+from draftahead.models.layer_subset import aux_hidden_states
 from draftahead.models.runner import ModelRunner
 from llama_shaped import llama_shaped, runner_of
 
@@ -24,11 +24,11 @@ def model_of(kind: str) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "phi3", "qwen3_moe"])
 @torch.no_grad()
-def test_hidden_states_are_captured_as_transformers_counts_layers(name: str) -> None:
+def test_hidden_states_are_stored_as_transformers_counts_layers(name: str) -> None:
     """After each layer, and behind the last norm; and the model is left as it was."""
     model, ids = zoo.tiny(name), torch.tensor([[3, 1, 4, 1, 5]])
     depths = range(1, model.config.num_hidden_layers + 1)
-    with captured_hidden(model, depths) as found:
+    with aux_hidden_states(model, depths) as found:
         model(ids)
     assert not any(is_patched(module) for module in model.modules())
     theirs = model(ids, output_hidden_states=True).hidden_states
@@ -36,7 +36,7 @@ def test_hidden_states_are_captured_as_transformers_counts_layers(name: str) -> 
 
 
 @pytest.mark.parametrize("kind", ["llama_kernels", "gpt2"])
-def test_a_forward_stores_the_captured_hidden_states(kind: str) -> None:
+def test_a_forward_stores_the_auxiliary_hidden_states(kind: str) -> None:
     model = model_of(kind)
     num_layers = model.config.num_hidden_layers
     runner = runner_of(model)
@@ -44,8 +44,8 @@ def test_a_forward_stores_the_captured_hidden_states(kind: str) -> None:
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
     runner.forward(tokens)
     assert runner.cache.hidden is None
-    runner.capture_hidden((num_layers,))
-    runner.capture_hidden((1,))
+    runner.add_aux_layers((num_layers,))
+    runner.add_aux_layers((1,))
     runner.forward(tokens)
     with torch.no_grad():
         theirs = model(tokens, output_hidden_states=True).hidden_states
@@ -55,8 +55,8 @@ def test_a_forward_stores_the_captured_hidden_states(kind: str) -> None:
         found = runner.hidden_states(depths, slots, entries)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     for wrong in ((), (0,), (num_layers + 1,)):
-        with pytest.raises(ConfigError, match="hidden states can be captured after 1 to"):
-            runner.capture_hidden(wrong)
+        with pytest.raises(ConfigError, match="hidden states can be stored after layers 1 to"):
+            runner.add_aux_layers(wrong)
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def test_hidden_states_of_an_accepted_branch_are_those_of_a_fresh_prefill(kind: 
     def capturing(prefilled: list[list[int]]) -> ModelRunner:
         runner = runner_of(model, max_batch=3)
         assert runner.batch_invariant == (kind == "llama_kernels")
-        runner.capture_hidden(depths)
+        runner.add_aux_layers(depths)
         for slot, held in enumerate(prefilled):
             runner.prefill(slot, held)
         return runner

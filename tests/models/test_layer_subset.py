@@ -177,7 +177,7 @@ def test_nothing_is_left_behind(kind: str) -> None:
     reuse its lower layers.)"""
     model = model_of(kind)
     runner = filled(model)
-    runner.capture_hidden((1,))
+    runner.add_aux_layers((1,))
     for slot, text in enumerate(TEXTS, start=1):
         runner.prefill(slot, text)
     assert runner.cache.hidden is not None

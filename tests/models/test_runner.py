@@ -52,7 +52,7 @@ class Broken:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("what", ["forward", "layer subset", "captured hidden states"])
+@pytest.mark.parametrize("what", ["forward", "layer subset", "auxiliary hidden states"])
 def test_the_users_model_is_as_before_after_an_exception_in_its_forward(
     what: str, implementation: str, error: type[BaseException]
 ) -> None:
@@ -62,8 +62,8 @@ def test_the_users_model_is_as_before_after_an_exception_in_its_forward(
     runner, before = runner_of(model), as_given(model)
     assert set(before[0]) == {implementation}
     layers = LayerSubset(model, (0, 1)) if what == "layer subset" else None
-    if what == "captured hidden states":
-        runner.capture_hidden((1, 3))
+    if what == "auxiliary hidden states":
+        runner.add_aux_layers((1, 3))
     broken.error = error
     with pytest.raises(error, match="broken"):
         runner.forward(torch.tensor([PROMPT]), layers=layers)

@@ -27,10 +27,10 @@ class DeviceTree(NamedTuple):
     roots: Sequence[int]
     trees: Tensor  # [B, 2 or more, N]: tokens and parents, on the device
 
-    def and_idle(self, num_slots: int) -> DeviceTree:
+    def and_idle(self, num_sequences: int) -> DeviceTree:
         """With trees of zeros for so many idle slots behind them."""
-        padded = F.pad(self.trees, (0, 0, 0, 0, 0, num_slots))
-        return DeviceTree([*self.roots, *[0] * num_slots], padded)
+        padded = F.pad(self.trees, (0, 0, 0, 0, 0, num_sequences))
+        return DeviceTree([*self.roots, *[0] * num_sequences], padded)
 
 
 class Backend(Protocol):
@@ -43,11 +43,11 @@ class Backend(Protocol):
     # Whether `forward` takes a DeviceTree.
     supports_device_drafts: bool
 
-    def capture_hidden(self, depths: tuple[int, ...]) -> None:
-        """Makes each forward store the hidden states after these numbers of layers in the cache;
-        after the last layer they are normed."""
+    def set_aux_layers(self, aux_layers: tuple[int, ...]) -> None:
+        """Makes each forward store the hidden states after these layers (1: the first) in the
+        cache; those after the last layer are normed."""
 
-    def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
+    def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
         """Whether it runs a forward pass of this size."""
         ...
 

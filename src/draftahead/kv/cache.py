@@ -65,7 +65,7 @@ class KVCache:
             each[::2],
             each[1::2],
         )  # by layer: [slots, heads, entries, head_dim]
-        # [slots, 1, entries, captured * hidden_size]: captured hidden states of the tokens, for
+        # [slots, 1, entries, W * hidden_size]: auxiliary hidden states of the tokens, for
         # drafters that read them. They lie beside the KV entries, and are moved with them.
         self.hidden: Tensor | None = None
         # The tokens whose KV entries each slot holds, from entry 0: its length, and what of it can
@@ -78,14 +78,16 @@ class KVCache:
         self.compactor: Callable[[Sequence[Move]], bool] | None = None
         self._pending: dict[tuple[int, int], int] = {}
 
-    def capture_hidden(self, size: int) -> None:
-        """Allocates `size` numbers per token for captured hidden states."""
+    def allocate_hidden(self, size: int) -> None:
+        """Allocates `size` numbers per token for auxiliary hidden states."""
         keys = self.keys[0]
         needed = self.num_slots * self.num_entries * size * keys.element_size()
         _check_memory(needed, self.num_slots, self.num_entries, keys.device)
         shape = (self.num_slots, 1, self.num_entries, size)
         self.hidden = _zeros(shape, keys.dtype, keys.device)
-        self.tokens_in = [[] for _ in range(self.num_slots)]  # no hidden states of those before
+        self.tokens_in = [
+            [] for _ in range(self.num_slots)
+        ]  # cached tokens have no hidden states yet
 
     def store_hidden(self, hidden: Tensor, first_slot: int | Tensor, entries: Tensor) -> None:
         """Hidden states [B, N, W, H] of nodes in `entries` [B, N] of slots from `first_slot` on."""
@@ -328,7 +330,7 @@ class CacheView:
         ]
 
     def store_hidden(self, hidden: Tensor) -> None:
-        """Captured hidden states of the nodes of this forward, [B, N, W, H]."""
+        """Auxiliary hidden states of the nodes of this forward, [B, N, W, H]."""
         self._cache.store_hidden(hidden, self.first_slot, self.entries)
 
     def of_layer(self, index: int) -> LayerCacheView:

@@ -112,17 +112,17 @@ class LayerSubset:
 
 
 @contextmanager
-def captured_hidden(model: Any, depths: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """While entered, a forward leaves its hidden states after so many layers in the dict; those
-    after all of them behind the last norm. By hooks of our own, which are removed again: those that
+def aux_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """While entered, a forward leaves its hidden states after these layers in the dict; those after
+    the last one normed. By hooks of our own, which are removed again: those that
     transformers registers for `output_hidden_states` stay, and would look like a patched model."""
     found: dict[int, Tensor] = {}
 
-    def keep(depth: int, _: Any, __: Any, output: Any) -> None:
-        found[depth] = output if isinstance(output, Tensor) else output[0]
+    def keep(layer: int, _: Any, __: Any, output: Any) -> None:
+        found[layer] = output if isinstance(output, Tensor) else output[0]
 
-    modules = [*layers_of(model)[:-1], model.get_decoder()] if depths else []
-    handles = [modules[d - 1].register_forward_hook(partial(keep, d)) for d in depths]
+    modules = [*layers_of(model)[:-1], model.get_decoder()] if layers else []
+    handles = [modules[i - 1].register_forward_hook(partial(keep, i)) for i in layers]
     try:
         yield found
     finally:

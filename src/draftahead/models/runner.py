@@ -34,7 +34,7 @@ from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache, KVShapeProbe
 from draftahead.models import support
-from draftahead.models.layer_subset import LayerSubset, captured_hidden
+from draftahead.models.layer_subset import LayerSubset, aux_hidden_states
 from draftahead.models.support import text_config
 
 # Prompt tokens of one forward. More would need more memory for activations and gain little: such a
@@ -71,7 +71,7 @@ class ModelRunner:
         self._linears = SmallBatchLinears(model)
         self._backend: Backend | None = None
         self._prefill: GraphedPrefill | None = None
-        self._captured: tuple[int, ...] = ()  # depths whose hidden states forwards store
+        self._aux_layers: tuple[int, ...] = ()  # layers whose hidden states forwards store
         probe = KVShapeProbe()
         self._attention_options = self._probe(probe)
         num_entries = self.max_context + scratch_entries
@@ -110,7 +110,7 @@ class ModelRunner:
         `supports_device_drafts`. `kv_len`: KV entries to read, by default as many as are needed.
         Without `with_logits` only the KV entries count. The first `num_context_tokens` nodes (one
         number, or one per sequence) are context; the others are drafted tokens or padding.
-        `layers`: only some of the layers, for drafting; no hidden states are captured then, and
+        `layers`: only some of the layers, for drafting; no hidden states are stored then, and
         logits are over its draft vocabulary. `offset`: nodes of earlier forwards that these follow
         as a chain, in the entries behind each slot's length.
         """
@@ -212,13 +212,13 @@ class ModelRunner:
         layers: LayerSubset | None = None,
     ) -> Tensor:
         """The forward of transformers, with our cache and attention."""
-        depths = self._captured if layers is None else ()
+        aux_layers = self._aux_layers if layers is None else ()
         if not self.uses_attention_interface:
             mask = attention.additive(mask, self.model.dtype)
         extra = {} if with_logits or not self._has_logits_to_keep else {"logits_to_keep": 1}
         subset = layers.patched() if layers else nullcontext()
-        capture = captured_hidden(self.model, depths)
-        with self._our_attention(attention_name), subset, capture as hidden:
+        aux = aux_hidden_states(self.model, aux_layers)
+        with self._our_attention(attention_name), subset, aux as hidden:
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -227,8 +227,8 @@ class ModelRunner:
                 use_cache=True,
                 **extra,
             )
-        if depths:
-            cache.store_hidden(torch.stack([hidden[depth] for depth in depths], 2))
+        if aux_layers:
+            cache.store_hidden(torch.stack([hidden[layer] for layer in aux_layers], 2))
         logits: Tensor = output.logits
         return logits
 
@@ -332,37 +332,37 @@ class ModelRunner:
 
     # --------------------------------------------------------------------------- hidden states
 
-    def capture_hidden(self, depths: Sequence[int]) -> None:
-        """From now on every forward stores the hidden states of its nodes after so many layers in
-        the cache; those after all layers are normed, and stored only by forwards with logits."""
+    def add_aux_layers(self, layers: Sequence[int]) -> None:
+        """From now on every forward stores the hidden states of its nodes after these layers (1:
+        the first) in the cache; those after the last, which are normed, only with logits."""
         config = text_config(self.model)
-        layers = int(config.num_hidden_layers)
-        if not depths or not all(0 < depth <= layers for depth in depths):
+        num_layers = int(config.num_hidden_layers)
+        if not layers or not all(0 < layer <= num_layers for layer in layers):
             raise ConfigError(
-                f"hidden states can be captured after 1 to {layers} layers, not {list(depths)}"
+                f"hidden states can be stored after layers 1 to {num_layers}, not {list(layers)}"
             )
-        if set(depths) <= set(self._captured):
+        if set(layers) <= set(self._aux_layers):
             return
-        self._captured = tuple(sorted({*self._captured, *depths}))
-        self.cache.capture_hidden(len(self._captured) * int(config.hidden_size))
+        self._aux_layers = tuple(sorted({*self._aux_layers, *layers}))
+        self.cache.allocate_hidden(len(self._aux_layers) * int(config.hidden_size))
         if self._backend is not None:
-            self._backend.capture_hidden(self._captured)
+            self._backend.set_aux_layers(self._aux_layers)
         if self._prefill is not None:
             self._prefill.graphs.forget()
 
-    def hidden_states(self, depths: Sequence[int], slots: Tensor, entries: Tensor) -> Tensor:
-        """Captured hidden states of the tokens in `entries` [B, N] of `slots` [B]: [B, N, W, H]."""
+    def hidden_states(self, layers: Sequence[int], slots: Tensor, entries: Tensor) -> Tensor:
+        """Stored hidden states of the tokens in `entries` [B, N] of `slots` [B]: [B, N, W, H]."""
         assert self.cache.hidden is not None
         self.cache.flush()
         stored = self.cache.hidden[slots[:, None], 0, entries]
-        found = stored.view(*entries.shape, len(self._captured), -1)
-        if tuple(depths) == self._captured:
+        found = stored.view(*entries.shape, len(self._aux_layers), -1)
+        if tuple(layers) == self._aux_layers:
             return found
-        return found[:, :, [*self.captured_index(depths)]]
+        return found[:, :, [*self.aux_indices(layers)]]
 
-    def captured_index(self, depths: Sequence[int]) -> tuple[int, ...]:
-        """The indices of these layers among those whose hidden states are stored."""
-        return tuple(self._captured.index(depth) for depth in depths)
+    def aux_indices(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """Indices of these layers among those whose hidden states are stored."""
+        return tuple(map(self._aux_layers.index, layers))
 
     def supports_device_drafts(self, batch: int, num_nodes: int) -> bool:
         """Whether a forward over so many nodes takes a DeviceTree."""
@@ -416,8 +416,8 @@ class ModelRunner:
                 type(self.model).__name__, self._transformers_forward, self.cache
             )
             self.cache.compactor = GraphedCompaction(self.cache).run
-        if backend is not None and self._captured:
-            backend.capture_hidden(self._captured)
+        if backend is not None and self._aux_layers:
+            backend.set_aux_layers(self._aux_layers)
         return backend
 
     def _refresh_backend(self, slot: int) -> None:

@@ -225,10 +225,10 @@ def test_a_chain_that_continues_nothing_is_not_recorded(num_missing: list[int]) 
     assert not num_missing
 
 
-def test_captured_hidden_states_come_from_whole_forwards(num_missing: list[int]) -> None:
+def test_auxiliary_hidden_states_come_from_whole_forwards(num_missing: list[int]) -> None:
     model = llama_shaped("llama")
     runner = filled(model)
-    runner.capture_hidden((1,))
+    runner.add_aux_layers((1,))
     for slot, text in enumerate(TEXTS, start=1):
         runner.prefill(slot, text)
     forward(runner, CHAIN, layers=LayerSubset(model, (0, 1)))

@@ -231,7 +231,7 @@ def test_graphs_are_not_used_for_what_they_were_not_captured_for(gpu_device: str
     for step in range(6):
         for runner in both:
             if step == 2:
-                runner.capture_hidden((1,))
+                runner.add_aux_layers((1,))
             for slot in range(2):
                 runner.prefill(slot, [5, 6 + slot, 7])
             root, _, right, last = nodes = [8 + step, 19, 30 + step, 41]

@@ -31,8 +31,8 @@ def check(runner: ModelRunner, tolerance: float) -> None:
     assert isinstance(backend, GraphedForward | CudaDecoder)
     runner.prefill(0, [5, 6, 7])
     runner.forward(torch.tensor([[8, 9]]))  # a graph without hidden states
-    runner.capture_hidden((1, 3))
-    runner.capture_hidden((2,))
+    runner.add_aux_layers((1, 3))
+    runner.add_aux_layers((2,))
     text = list(range(20, 50))
     for slot in range(2):
         runner.prefill(slot, text)

@@ -19,7 +19,7 @@ def prompt(slot: int, length: int) -> list[int]:
 
 def runner_of(model: object) -> ModelRunner:
     runner = ModelRunner(model, max_batch=3, max_context=100, scratch_entries=64)
-    runner.capture_hidden((1, 2))
+    runner.add_aux_layers((1, 2))
     return runner
 
 

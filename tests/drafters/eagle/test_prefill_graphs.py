@@ -32,7 +32,7 @@ def prefill_of(device: str, layers: int = 1, scratch: int = 8, *, graphed: bool)
     tokens = torch.arange(zoo.VOCABULARY)
     head = new_head(model, tokens, aux_layers=(1, 3), num_layers=layers).to(model.dtype)
     target = ModelRunner(model, max_batch=2, max_context=90, scratch_entries=scratch)
-    target.capture_hidden((1, 3))
+    target.add_aux_layers((1, 3))
     found = HeadPrefill(EagleRunner(head, target, 2, 8))
     assert found._graphs is not None
     if not graphed:
@@ -70,7 +70,7 @@ def test_graphs_fill_the_cache_as_the_heads_own_forward(layers: int, gpu_device:
     assert captured[0] == set() and len(captured[1]) == 1 and len(captured[2]) > 1
     assert_same_entries(*both)
     for one in both:
-        one._runner.target.capture_hidden((1, 2, 3))
+        one._runner.target.add_aux_layers((1, 2, 3))
         one._runner.cache.tokens_in[0].clear()
         fill(one, 0, 77)
     assert graphs.graphs.works and len(graphs.graphs)

@@ -98,7 +98,7 @@ class Model(Struct):
 class ForwardArgs(Struct):
     __slots__ = ()
     _fields_ = (
-        ("num_slots", INT),
+        ("num_sequences", INT),
         ("num_nodes", INT),
         ("first_slot", INT),
         ("num_context_tokens", INT),
@@ -113,9 +113,9 @@ class ForwardArgs(Struct):
         ("kv_only", INT),
         ("hidden", POINTER),
         ("logits", POINTER),
-        ("num_captured", INT),
-        ("capture_after", POINTER),
-        ("captured", POINTER),
+        ("num_aux_layers", INT),
+        ("aux_layers", POINTER),
+        ("aux_hidden", POINTER),
         ("topk", POINTER),
         ("scratch", POINTER),
     )
@@ -142,7 +142,7 @@ class HeadInputs(Struct):
 class TreeArgs(Struct):
     __slots__ = ()
     _fields_ = (
-        ("num_slots", INT),
+        ("num_sequences", INT),
         ("max_levels", INT),
         ("nodes_per_level", INT),
         ("num_children", INT),

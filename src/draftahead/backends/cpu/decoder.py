@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftahead.backends.base import CacheSlice, DeviceTree
 from draftahead.backends.cpu import abi
-from draftahead.backends.cpu.kernels import MAX_NODES, Captured, Nodes, Outputs, bind
+from draftahead.backends.cpu.kernels import MAX_NODES, AuxHidden, Nodes, Outputs, bind
 from draftahead.backends.cpu.linear import weights_of
 from draftahead.backends.cpu.lower_layers import LowerLayerCache
 from draftahead.backends.llama_spec import LlamaSpec
@@ -39,7 +39,7 @@ class CpuDecoder:
         self._spec, self._cache = spec, cache
         # int8: rounding turns differences in the last bits into steps of the next layer's input.
         self.tolerance = 0.05 if self._model.lm_head.scales else 1e-3
-        self._capture_depths = torch.empty(0, dtype=torch.int64)
+        self._aux_layers = torch.empty(0, dtype=torch.int64)
         # Hidden states of the last draft by the first layers of this model.
         self._lower_layers: LowerLayerCache | None = None
         # Of a layer subset: the decoder of all layers; how many layers, if they are the first ones.
@@ -59,16 +59,16 @@ class CpuDecoder:
         if lm_head is not None:
             subset._model.lm_head = weights_of(lm_head)
         subset._exit_transform = exit_transform
-        subset._capture_depths = torch.empty(0, dtype=torch.int64)
+        subset._aux_layers = torch.empty(0, dtype=torch.int64)
         subset._all_layers = self
         is_first_layers = tuple(layers) == tuple(range(len(layers)))
         subset._num_first_layers = len(layers) if is_first_layers else 0
         return subset
 
-    def capture_hidden(self, depths: tuple[int, ...]) -> None:
-        self._capture_depths = torch.tensor(depths, dtype=torch.int64)
+    def set_aux_layers(self, aux_layers: tuple[int, ...]) -> None:
+        self._aux_layers = torch.tensor(aux_layers, dtype=torch.int64)
 
-    def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
+    def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
         return num_nodes <= MAX_NODES
 
     def forward(
@@ -82,16 +82,16 @@ class CpuDecoder:
     ) -> ForwardOutput:
         """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] without logits. See Backend.forward."""
         assert not isinstance(parents, DeviceTree)
-        num_slots, num_nodes = tokens.shape
+        num_sequences, num_nodes = tokens.shape
         all_layers = self._all_layers or self
         # Any forward may overwrite the KV entries of an earlier draft.
         lower, all_layers._lower_layers = all_layers._lower_layers, None
         hidden = self._spec.embed(tokens).contiguous()
         nodes = self._nodes(hidden, torch.tensor(num_cached), parents, cache_slice)
-        parents = parents or [range(-1, num_nodes - 1)] * num_slots
+        parents = parents or [range(-1, num_nodes - 1)] * num_sequences
         vocab_size = self._model.lm_head.out_features if with_logits else 0
-        outputs = Outputs.empty(num_slots, num_nodes, vocab_size)
-        captured = self._captured(num_slots, num_nodes)
+        outputs = Outputs.empty(num_sequences, num_nodes, vocab_size)
+        aux = self._empty_aux_hidden(num_sequences, num_nodes)
         model, first_slot = self._model, cache_slice.first_slot
         if self._num_first_layers:
             lower = LowerLayerCache.extended_by(
@@ -104,12 +104,12 @@ class CpuDecoder:
             if found is not None:
                 hidden = self._after_lower_layers(hidden, nodes, lower, found)
                 model = self._layer_range(lower.num_layers, len(self._layers) - lower.num_layers)
-        self._run(model, hidden, nodes, outputs if with_logits else None, captured)
+        self._run(model, hidden, nodes, outputs if with_logits else None, aux)
         if self._num_first_layers and lower is not None:
             all_layers._lower_layers = lower.with_nodes(tokens.tolist(), parents, hidden)
-        if captured is not None:
+        if aux is not None:
             entries = nodes.num_cached[:, None] + torch.arange(num_nodes)
-            self._cache.store_hidden(captured.hidden, first_slot, entries)
+            self._cache.store_hidden(aux.hidden, first_slot, entries)
         if not with_logits:
             return ForwardOutput(outputs.logits)
         return ForwardOutput(outputs.logits, argmax=outputs.topk[..., 0], topk=outputs.topk)
@@ -144,18 +144,18 @@ class CpuDecoder:
             sin=sin,
         )
 
-    def _captured(self, num_slots: int, num_nodes: int) -> Captured | None:
-        depths = self._capture_depths
-        if not len(depths):
+    def _empty_aux_hidden(self, num_sequences: int, num_nodes: int) -> AuxHidden | None:
+        layers = self._aux_layers
+        if not len(layers):
             return None
-        size = (num_slots, num_nodes, len(depths), self._spec.hidden_size)
-        return Captured(depths, torch.empty(size))
+        size = (num_sequences, num_nodes, len(layers), self._spec.hidden_size)
+        return AuxHidden(layers, torch.empty(size))
 
     def _verifies(self, cache_slice: CacheSlice, with_logits: bool) -> bool:
         """Whether a forward may start above the lower layers: it verifies a draft of which the root
-        alone is context, by all layers, and captures no hidden states."""
+        alone is context, by all layers, and stores no hidden states."""
         is_verification = with_logits and cache_slice.num_context_tokens == 1
-        return is_verification and self._all_layers is None and not len(self._capture_depths)
+        return is_verification and self._all_layers is None and not len(self._aux_layers)
 
     def _layer_range(self, first: int, count: int) -> abi.Model:
         """The model with layers [first, first + count) only."""
@@ -191,7 +191,7 @@ class CpuDecoder:
         hidden: Tensor,
         nodes: Nodes,
         outputs: Outputs | None,
-        captured: Captured | None,
+        aux: AuxHidden | None,
     ) -> None:
         """Runs the model over `hidden` [B, N, H], in place, at most MAX_NODES nodes per call."""
         at_once = max(1, MAX_NODES // hidden.shape[1])
@@ -199,11 +199,11 @@ class CpuDecoder:
             part = slice(start, start + at_once)
             some, some_nodes = hidden[part], nodes.of_sequences(part)
             some_outputs = outputs and outputs.of_sequences(part)
-            some_captured = captured and captured.of_sequences(part)
+            some_aux = aux and aux.of_sequences(part)
             if self._exit_transform is None or some_outputs is None:
-                self._kernels.forward(model, some, some_nodes, some_outputs, captured=some_captured)
+                self._kernels.forward(model, some, some_nodes, some_outputs, aux=some_aux)
             else:  # the layers, the transform, then the final norm and LM head alone
-                self._kernels.forward(model, some, some_nodes, None, captured=some_captured)
+                self._kernels.forward(model, some, some_nodes, None, aux=some_aux)
                 transformed = self._exit_transform(some.clone()).contiguous()
                 self._kernels.forward(
                     self._layer_range(0, 0), transformed, some_nodes, some_outputs

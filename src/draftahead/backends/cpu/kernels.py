@@ -61,24 +61,24 @@ class Outputs(NamedTuple):
     topk: Tensor  # [B, N, TOPK]
 
     @staticmethod
-    def empty(num_slots: int, num_nodes: int, vocab_size: int) -> Outputs:
+    def empty(num_sequences: int, num_nodes: int, vocab_size: int) -> Outputs:
         return Outputs(
-            torch.empty(num_slots, num_nodes, vocab_size),
-            torch.empty(num_slots, num_nodes, abi.TOPK, dtype=torch.int64),
+            torch.empty(num_sequences, num_nodes, vocab_size),
+            torch.empty(num_sequences, num_nodes, abi.TOPK, dtype=torch.int64),
         )
 
     def of_sequences(self, part: slice) -> Outputs:
         return Outputs(self.logits[part], self.topk[part])
 
 
-class Captured(NamedTuple):
-    """Hidden states that a forward stores."""
+class AuxHidden(NamedTuple):
+    """Auxiliary hidden states that a forward fills."""
 
-    depths: Tensor  # [C] ascending: after so many layers
-    hidden: Tensor  # [B, N, C, H]
+    layers: Tensor  # [W] ascending numbers of layers, after which they are stored
+    hidden: Tensor  # [B, N, W, H]
 
-    def of_sequences(self, part: slice) -> Captured:
-        return Captured(self.depths, self.hidden[part])
+    def of_sequences(self, part: slice) -> AuxHidden:
+        return AuxHidden(self.layers, self.hidden[part])
 
 
 class Kernels:
@@ -95,22 +95,22 @@ class Kernels:
         nodes: Nodes,
         outputs: Outputs | None,
         *,
-        captured: Captured | None = None,
+        aux: AuxHidden | None = None,
         first_input: Tensor | None = None,
         kv_only: bool = False,
     ) -> None:
         """Runs the layers over `hidden` [B, N, H], in place, and the LM head if there are `outputs`
         to fill. `first_input`: what the first layer's attention reads in place of normed `hidden`.
         `kv_only`: stops once the last layer's keys and values are stored."""
-        num_slots, num_nodes = hidden.shape[:2]
+        num_sequences, num_nodes = hidden.shape[:2]
         threads, pointer = num_threads(), ctypes.byref(model)
-        needed = self.library.draftahead_scratch_size(pointer, num_slots * num_nodes, threads)
+        needed = self.library.draftahead_scratch_size(pointer, num_sequences * num_nodes, threads)
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed)
         logits, topk = outputs or (None, None)
-        depths, states = captured or (None, None)
+        aux_layers, aux_hidden = aux or (None, None)
         args = abi.ForwardArgs(
-            num_slots=num_slots,
+            num_sequences=num_sequences,
             num_nodes=num_nodes,
             first_slot=nodes.first_slot,
             num_context_tokens=nodes.num_context_tokens,
@@ -125,9 +125,9 @@ class Kernels:
             kv_only=kv_only,
             hidden=_address(hidden),
             logits=_address(logits),
-            num_captured=0 if depths is None else len(depths),
-            capture_after=_address(depths),
-            captured=_address(states),
+            num_aux_layers=0 if aux_layers is None else len(aux_layers),
+            aux_layers=_address(aux_layers),
+            aux_hidden=_address(aux_hidden),
             topk=_address(topk),
             scratch=_address(self._scratch),
         )

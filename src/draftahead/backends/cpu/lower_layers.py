@@ -98,7 +98,7 @@ class LowerLayerCache:
             found.append(index_of.get((parent_index, token), -1) if has_path else -1)
         return found
 
-    def _is_valid(self, cache: KVCache, first_slot: int, num_slots: int) -> bool:
-        tokens_in = cache.tokens_in[first_slot : first_slot + num_slots]
+    def _is_valid(self, cache: KVCache, first_slot: int, num_sequences: int) -> bool:
+        tokens_in = cache.tokens_in[first_slot : first_slot + num_sequences]
         now = (first_slot, tokens_in, cache.version)
         return now == (self.first_slot, self.tokens_in, self.version)

@@ -47,16 +47,18 @@ class CudaDecoder:
         self.spec, self.cache, self.device = spec, cache, device
         self.graphs = GraphPool(device, type(spec.model).__name__)
         self.argmax = torch.empty(MAX_FORWARD_NODES, dtype=torch.int64, device=device)
-        self._capture_depths: tuple[int, ...] = ()
+        self._aux_layers: tuple[int, ...] = ()
 
-    def capture_hidden(self, depths: tuple[int, ...]) -> None:
-        self._capture_depths = depths
-        self._captured = self.layers.empty(MAX_FORWARD_NODES, len(depths), self.spec.hidden_size)
+    def set_aux_layers(self, aux_layers: tuple[int, ...]) -> None:
+        self._aux_layers = aux_layers
+        self._aux_hidden = self.layers.empty(
+            MAX_FORWARD_NODES, len(aux_layers), self.spec.hidden_size
+        )
         self.graphs.forget()
 
-    def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
+    def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
         # A prompt is bound by arithmetic, which is not what these kernels are made for.
-        small = num_nodes <= MAX_NODES and num_slots * num_nodes <= MAX_FORWARD_NODES
+        small = num_nodes <= MAX_NODES and num_sequences * num_nodes <= MAX_FORWARD_NODES
         return with_logits and small and self.graphs.works
 
     def forward(
@@ -106,26 +108,26 @@ class CudaDecoder:
         block = NodeBlock(
             inputs.num_context_tokens, inputs.num_cached, inputs.depths, inputs.ancestors, num_nodes
         )
-        layers.run(block, splits, after_layer=partial(self._capture, count=count))
+        layers.run(block, splits, after_layer=partial(self._store_aux_hidden, count=count))
         tiles, _ = layers.lm_head(count)
         layers.launch(
             kernels.argmax, count,
             tile_max=layers.tile_max, tile_argmax=layers.tile_argmax, best=self.argmax,
             tiles=tiles, BLOCK=power_of_two(tiles),
         )  # fmt: skip
-        if self._capture_depths:
+        if self._aux_layers:
             entries = inputs.num_cached[:, None] + torch.arange(num_nodes, device=self.device)
-            hidden = self._captured[:count].view(batch, num_nodes, len(self._capture_depths), -1)
+            hidden = self._aux_hidden[:count].view(batch, num_nodes, len(self._aux_layers), -1)
             self.cache.store_hidden(hidden, splits.first_slot, entries)
         logits = layers.logits[:count].view(batch, num_nodes, -1)
         return logits, self.argmax[:count].view(batch, num_nodes)
 
-    def _capture(self, num_layers: int, count: int) -> None:
-        """Keeps the hidden states after so many layers; after the last one they are normed."""
-        for index, depth in enumerate(self._capture_depths):
-            if depth == num_layers:
+    def _store_aux_hidden(self, num_layers: int, count: int) -> None:
+        """Stores the hidden states after `num_layers` layers if wanted; after the last, normed."""
+        for index, layer in enumerate(self._aux_layers):
+            if layer == num_layers:
                 hidden = self.layers.x[:count]
                 if num_layers == len(self.spec.layers):
                     size = hidden.shape[-1:]
                     hidden = F.rms_norm(hidden, size, self.spec.final_norm, self.spec.norm_eps)
-                self._captured[:count, index] = hidden
+                self._aux_hidden[:count, index] = hidden

@@ -47,10 +47,10 @@ class GraphedForward:
         half = cache.keys[0].dtype in (torch.bfloat16, torch.float16)
         self.tolerance = 0.1 if half else 1e-3  # other numbers of KV entries, other sums
 
-    def capture_hidden(self, depths: tuple[int, ...]) -> None:
+    def set_aux_layers(self, aux_layers: tuple[int, ...]) -> None:
         self.graphs.forget()  # the forward itself stores the hidden states
 
-    def supports(self, num_slots: int, num_nodes: int, with_logits: bool) -> bool:
+    def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
         return self.graphs.works and with_logits and num_nodes <= MAX_NODES
 
     def forward(

@@ -54,8 +54,8 @@ class CpuEagleHead:
         self._model.screened_head = ctypes.addressof(screened)
         self._kept += [projection, screening_head, weight, scales, screened]
 
-    def supports(self, num_slots: int, num_nodes: int, tree_size: int) -> bool:
-        return num_slots * num_nodes <= MAX_NODES and tree_size <= MAX_NODES
+    def supports(self, num_sequences: int, num_nodes: int, tree_size: int) -> bool:
+        return num_sequences * num_nodes <= MAX_NODES and tree_size <= MAX_NODES
 
     def forward(
         self, hidden: Tensor, first_input: Tensor, nodes: Nodes, *, kv_only: bool = False
@@ -63,9 +63,9 @@ class CpuEagleHead:
         """Residuals `hidden` [B, N, H] and inputs of the first layer's attention [B, N, 2 * H] ->
         logits [B, N, D]; `hidden` becomes the last layer's output. `kv_only`: only keys and values
         are computed."""
-        num_slots, num_nodes = hidden.shape[:2]
+        num_sequences, num_nodes = hidden.shape[:2]
         vocab_size = 0 if kv_only else self._model.lm_head.out_features
-        outputs = Outputs.empty(num_slots, num_nodes, vocab_size)
+        outputs = Outputs.empty(num_sequences, num_nodes, vocab_size)
         self._kernels.forward(
             self._model,
             hidden,

@@ -67,16 +67,16 @@ class CpuTreeBuilder:
         builder: TreeBuilder,
     ) -> Draft | None:
         """The draft that `builder` would build, which measures the time of its levels."""
-        runner, projection, num_slots = self._runner, self._projection, len(batch.sequences)
-        max_missing = min(MAX_MISSING, MAX_NODES // num_slots)
+        runner, projection, num_sequences = self._runner, self._projection, len(batch.sequences)
+        max_missing = min(MAX_MISSING, MAX_NODES // num_sequences)
         missing = self._prefill.prepare(batch.sequences, has_inputs, max_missing)
         runner.target.cache.flush()
         held = runner.cache.tokens_in
         root_entries = [len(held[slot]) + len(own) - 1 for slot, own in enumerate(missing)]
         max_nodes = 1 + CHILDREN * (1 + builder.expanded_per_level * builder.max_depth)
-        num_nodes = torch.zeros(num_slots, dtype=torch.int64)
-        tokens, parents = torch.zeros(2, num_slots, max_nodes, dtype=torch.int64)
-        confidence = torch.zeros(num_slots, max_nodes)
+        num_nodes = torch.zeros(num_sequences, dtype=torch.int64)
+        tokens, parents = torch.zeros(2, num_sequences, max_nodes, dtype=torch.int64)
+        confidence = torch.zeros(num_sequences, max_nodes)
         arrays: dict[str, Tensor | None] = {
             "draft_to_target": projection.draft_to_target,
             "embeddings": projection.embed.weight,
@@ -93,7 +93,7 @@ class CpuTreeBuilder:
         }
         inputs, kept = self._head_inputs(missing)
         args = abi.TreeArgs(
-            num_slots=num_slots,
+            num_sequences=num_sequences,
             max_levels=builder.max_depth,
             nodes_per_level=builder.expanded_per_level,
             num_children=CHILDREN,
@@ -130,7 +130,7 @@ class CpuTreeBuilder:
         target, projection = self._runner.target, self._projection
         hidden = target.cache.hidden
         assert hidden is not None
-        indices = torch.tensor(target.captured_index(self._runner.head.config.aux_layers))
+        indices = torch.tensor(target.aux_indices(self._runner.head.config.aux_layers))
         num_inputs, inputs = torch.tensor([len(own) for own in tokens]), padded(tokens)
         head_inputs = abi.HeadInputs(
             hidden=hidden.data_ptr(),

@@ -62,7 +62,7 @@ class TreeInputs(Inputs):
         hidden_indices: tuple[int, ...],
         output: Tensor,
     ) -> None:
-        """`hidden_indices`: of the captured hidden states that the head reads. `output`: [1, H] as
+        """`hidden_indices`: of the stored hidden states that the head reads. `output`: [1, H] as
         the head's outputs are."""
         device, size = output.device, (batch, max_inputs)
         shapes = [(1,), (batch,), (batch,), (batch,), size, size, (batch, plan.max_depth)]

@@ -64,7 +64,7 @@ class CudaTreeLauncher:
             num_cached,
             [self._entries(slot, len(tokens)) for slot, tokens in enumerate(missing)],
             hidden,
-            target.captured_index(runner.head.config.aux_layers),
+            target.aux_indices(runner.head.config.aux_layers),
             plan,
             timer=timer,
             rng_keys=[_rng_keys(s, plan) for s in batch.sequences] if plan.sampled else [],

@@ -74,7 +74,7 @@ class Eagle(DeviceDrafter):
         self.builder = TreeBuilder(self.count, expanded)
         self.target = context.target_runner("eagle")
         self.head = _head(model if model is not None else context.head, self.target.model)
-        self.target.capture_hidden(self.head.config.aux_layers)
+        self.target.add_aux_layers(self.head.config.aux_layers)
         scratch = max(self.builder.max_expanded, 1 + self.count, 2 * MAX_MISSING)
         self.runner = EagleRunner(self.head, self.target, context.max_batch, scratch)
         self.prefill = HeadPrefill(self.runner)

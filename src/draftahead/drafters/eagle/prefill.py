@@ -32,9 +32,9 @@ class HeadPrefill:
         self._runner, self._owners = runner, SlotOwners(runner.cache)
         self._graphs: GraphedPrefill | None = None
         if device_of(runner.device).is_gpu:
-            self._graphs = GraphedPrefill("the head", self._forward_captured, runner.cache)
+            self._graphs = GraphedPrefill("the head", self._graphed_forward, runner.cache)
         # Graphs read the target's hidden states at the address at which they were captured.
-        self._captured_with = runner.target.cache.hidden
+        self._graphs_hidden = runner.target.cache.hidden
 
     def prepare(
         self, sequences: Sequence[SequenceState], has_inputs: Sequence[bool], max_missing: int
@@ -81,12 +81,12 @@ class HeadPrefill:
         if self._graphs is None:
             return False
         hidden = self._runner.target.cache.hidden
-        if self._captured_with is not hidden:
+        if self._graphs_hidden is not hidden:
             self._graphs.graphs.forget()
-            self._captured_with = hidden
+            self._graphs_hidden = hidden
         return self._graphs.run(slot, tokens, num_cached, self._runner.cache.num_entries - 1)
 
-    def _forward_captured(
+    def _graphed_forward(
         self, tokens: Tensor, positions: Tensor, mask: Tensor, view: CacheView, _: bool
     ) -> Tensor:
         """The forward of a chunk in slots and entries that only the device knows."""

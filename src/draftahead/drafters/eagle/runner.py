@@ -55,7 +55,7 @@ class NodeRange(NamedTuple):
 
 
 class EagleRunner:
-    """A head with its KV cache, over the hidden states that the target's forwards captured."""
+    """A head with its KV cache, over the hidden states that the target's forwards stored."""
 
     def __init__(
         self, head: EagleHead, target: ModelRunner, max_batch: int, scratch_entries: int

@@ -82,7 +82,7 @@ class Medusa(Drafter):
         self._linears = SmallBatchLinears(nn.ModuleList(modules))
         self._slots = torch.arange(context.max_batch, device=context.device)
         self._aux_layers = (int(text_config(self.target.model).num_hidden_layers),)
-        self.target.capture_hidden(self._aux_layers)
+        self.target.add_aux_layers(self._aux_layers)
 
     @one_thread()
     def propose(self, batch: Batch) -> Draft | None:

@@ -4,8 +4,8 @@
 // Each struct is one list of fields. The list declares the struct and describes its layout, so the
 // two cannot differ; Python compares the description with its mirrors when it loads the library.
 //
-// Shapes: num_slots sequences (batch slots) of num_nodes nodes each. num_tokens = num_slots *
-// num_nodes. A "KV entry" is the place of one token in a slot of the KV cache.
+// Shapes: num_sequences sequences, in adjacent slots of the KV cache, of num_nodes nodes each;
+// num_tokens = num_sequences * num_nodes. A "KV entry" is the place of one token in a slot.
 
 #pragma once
 
@@ -90,67 +90,67 @@ struct Model {
   MODEL_FIELDS(DECLARE_FIELD)
 };
 
-// One forward pass over num_nodes new nodes of each of num_slots sequences. They may be a part of
-// the tree_size nodes that lie behind the num_cached entries of each slot (tree_nodes says which).
-#define FORWARD_ARGS_FIELDS(FIELD)                                                                  \
-  FIELD(int64_t, num_slots)                                                                         \
-  FIELD(int64_t, num_nodes)                                                                         \
-  FIELD(int64_t, first_slot)         /* of the cache */                                             \
-  FIELD(int64_t, num_context_tokens) /* nodes of each sequence that are text; the rest: drafts */   \
-  FIELD(const int64_t*, num_cached)     /* [num_slots] entries before the nodes */                     \
-  FIELD(int64_t, tree_size)          /* nodes of a sequence that depths and ancestors tell of */    \
-  FIELD(const int64_t*, tree_nodes)  /* [num_slots][num_nodes] index in the tree; null: all */      \
-  FIELD(const int32_t*, depths)      /* [num_slots][tree_size] */                                   \
-  FIELD(const uint64_t*, ancestors)  /* [num_slots][tree_size] bit m: node m is an ancestor, or     \
-                                        the node itself */                                          \
-  FIELD(const float*, cos)           /* [num_slots][num_nodes][head_dim] */                         \
-  FIELD(const float*, sin)                                                                          \
-  FIELD(const float*, first_input)     /* [num_slots][num_nodes][in_features of the first q]: what  \
-                                          the first layer's attention reads; null: normed hidden */ \
-  FIELD(int64_t, kv_only)              /* stop once the last layer's keys and values are stored */  \
-  FIELD(float*, hidden)                /* [num_slots][num_nodes][hidden_size]: embeddings in,       \
-                                          the last layer's hidden states out */                     \
-  FIELD(float*, logits)                /* [num_slots][num_nodes][vocab], or null: no LM head */     \
-  FIELD(int64_t, num_captured)         /* layers whose hidden states are captured */                \
-  FIELD(const int64_t*, capture_after) /* [num_captured] ascending numbers of layers; after the     \
-                                          last layer the state is normed */                         \
-  FIELD(float*, captured)              /* [num_slots][num_nodes][num_captured][hidden_size] */      \
-  FIELD(int64_t*, topk)                /* [num_slots][num_nodes][TOPK] tokens, if logits */         \
-  FIELD(float*, scratch)               /* draftahead_scratch_size(...) floats */
+// One forward pass over num_nodes new nodes of each of num_sequences sequences. They may be a part
+// of the tree_size nodes behind the num_cached entries of each slot (tree_nodes says which).
+#define FORWARD_ARGS_FIELDS(FIELD)                                                                 \
+  FIELD(int64_t, num_sequences)                                                                    \
+  FIELD(int64_t, num_nodes)                                                                        \
+  FIELD(int64_t, first_slot)         /* of the cache */                                            \
+  FIELD(int64_t, num_context_tokens) /* nodes of each sequence that are text; the rest: drafts */  \
+  FIELD(const int64_t*, num_cached)  /* [num_sequences] entries before the nodes */                \
+  FIELD(int64_t, tree_size)          /* nodes of a sequence that depths and ancestors tell of */   \
+  FIELD(const int64_t*, tree_nodes)  /* [num_sequences][num_nodes] index in the tree; null: all */ \
+  FIELD(const int32_t*, depths)      /* [num_sequences][tree_size] */                              \
+  FIELD(const uint64_t*, ancestors) /* [num_sequences][tree_size] bit m: node m is an ancestor, or \
+                                       the node itself */                                          \
+  FIELD(const float*, cos)          /* [num_sequences][num_nodes][head_dim] */                     \
+  FIELD(const float*, sin)                                                                         \
+  FIELD(const float*, first_input) /* [num_sequences][num_nodes][in_features of the first q]: what \
+                                      the first layer's attention reads; null: normed hidden */    \
+  FIELD(int64_t, kv_only)          /* stop once the last layer's keys and values are stored */     \
+  FIELD(float*, hidden)            /* [num_sequences][num_nodes][hidden_size]: embeddings in,      \
+                                      the last layer's hidden states out */                        \
+  FIELD(float*, logits)            /* [num_sequences][num_nodes][vocab], or null: no LM head */    \
+  FIELD(int64_t, num_aux_layers)   /* layers whose hidden states are stored */                     \
+  FIELD(const int64_t*, aux_layers) /* [num_aux_layers] ascending numbers of layers; after the     \
+                                       last layer the state is normed */                           \
+  FIELD(float*, aux_hidden)         /* [num_sequences][num_nodes][num_aux_layers][hidden_size] */  \
+  FIELD(int64_t*, topk)             /* [num_sequences][num_nodes][TOPK] tokens, or null */         \
+  FIELD(float*, scratch)            /* draftahead_scratch_size(...) floats */
 struct ForwardArgs {
   FORWARD_ARGS_FIELDS(DECLARE_FIELD)
 };
 
 // (hidden, token) inputs that an EAGLE head has not read yet: the last ones of each sequence.
 #define HEAD_INPUTS_FIELDS(FIELD)                                                                \
-  FIELD(const float*, hidden) /* [cache slots][num_entries][entry_stride]: the target's captured \
-                                 hidden states */                                                \
+  FIELD(const float*, hidden) /* [cache slots][num_entries][entry_stride]: the target's          \
+                                 auxiliary hidden states */                                      \
   FIELD(int64_t, num_entries)                                                                    \
   FIELD(int64_t, entry_stride)                                                                   \
   FIELD(int64_t, num_hidden) /* hidden states of a token that fc combines */                     \
   FIELD(int64_t, target_hidden_size)                                                             \
-  FIELD(const int64_t*, hidden_indices) /* [num_hidden] which of the captured ones */            \
+  FIELD(const int64_t*, hidden_indices) /* [num_hidden] which of them */                         \
   FIELD(int64_t, norm)                  /* enum InputNorm: none; one norm for each hidden state; \
                                            one for all of them side by side */                   \
   FIELD(const float*, norm_weights)     /* [num_hidden][target_hidden_size] */                   \
   FIELD(Weights, fc)                                                                             \
   FIELD(int64_t, max_inputs)        /* of a sequence */                                          \
-  FIELD(const int64_t*, num_inputs) /* [num_slots]; the last input holds the root */             \
-  FIELD(const int64_t*, tokens)     /* [num_slots][max_inputs] */
+  FIELD(const int64_t*, num_inputs) /* [num_sequences]; the last input holds the root */         \
+  FIELD(const int64_t*, tokens)     /* [num_sequences][max_inputs] */
 struct HeadInputs {
   HEAD_INPUTS_FIELDS(DECLARE_FIELD)
 };
 
-// Draft trees of num_slots sequences, built level by level: see tree_builder.h.
+// Draft trees of num_sequences sequences, built level by level: see tree_builder.h.
 #define TREE_ARGS_FIELDS(FIELD)                                                                    \
-  FIELD(int64_t, num_slots)                                                                        \
+  FIELD(int64_t, num_sequences)                                                                    \
   FIELD(int64_t, max_levels)                                                                       \
   FIELD(int64_t, nodes_per_level)     /* leaves of a tree that get children at each level */       \
   FIELD(int64_t, num_children)        /* of each of them */                                        \
   FIELD(float, min_confidence)        /* nodes below it are dropped */                             \
   FIELD(float, min_level_confidence)  /* building stops at leaves whose confidences sum to less */ \
-  FIELD(const int64_t*, root_entries) /* [num_slots] KV entry of the root in the head's cache */   \
-  FIELD(const int64_t*, max_depths)   /* [num_slots] */                                            \
+  FIELD(const int64_t*, root_entries) /* [num_sequences] KV entry of the root in its cache */      \
+  FIELD(const int64_t*, max_depths)   /* [num_sequences] */                                        \
   FIELD(const int64_t*, draft_to_target) /* [draft vocab] token ids; null: the same vocabulary */  \
   FIELD(const float*, embeddings)        /* [target vocab][hidden_size] */                         \
   FIELD(const float*, embed_norm)        /* [hidden_size] */                                       \
@@ -160,11 +160,11 @@ struct HeadInputs {
   FIELD(const float*, cos) /* [num_entries][head_dim] */                                           \
   FIELD(const float*, sin)                                                                         \
   FIELD(const HeadInputs*, inputs)                                                                 \
-  FIELD(int64_t, max_nodes)  /* of a tree: what the outputs below have room for */                 \
-  FIELD(int64_t*, num_nodes) /* out [num_slots], the root included */                              \
-  FIELD(int64_t*, tokens)    /* out [num_slots][max_nodes] */                                      \
-  FIELD(int64_t*, parents)   /* out [num_slots][max_nodes] */                                      \
-  FIELD(float*, confidence)  /* out [num_slots][max_nodes]: probability of the path to a node */   \
+  FIELD(int64_t, max_nodes)     /* of a tree: what the outputs below have room for */              \
+  FIELD(int64_t*, num_nodes)    /* out [num_sequences], the root included */                       \
+  FIELD(int64_t*, tokens)       /* out [num_sequences][max_nodes] */                               \
+  FIELD(int64_t*, parents)      /* out [num_sequences][max_nodes] */                               \
+  FIELD(float*, confidence)     /* out [num_sequences][max_nodes]: of the path to a node */        \
   FIELD(double, inputs_seconds) /* out: time spent on the inputs, before the first level */
 struct TreeArgs {
   TREE_ARGS_FIELDS(DECLARE_FIELD)

@@ -25,7 +25,7 @@ struct QueryGroup {
   const DecoderLayer& layer;
   const ForwardArgs& f;
   int64_t slot, kv_head, first, count;
-  const float* q;  // [num_slots][num_nodes][num_heads][head_dim]
+  const float* q;  // [num_sequences][num_nodes][num_heads][head_dim]
   float* out;      // the same shape
   float* scores;   // [count][scores_size]
 
@@ -222,7 +222,7 @@ void attend(const QueryGroup& g) {
 void attention(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, SharedBuffers& b,
                ThreadBuffers& own) {
   const int64_t queries = f.num_nodes * (m.num_heads / m.num_kv_heads);
-  const int64_t lists = f.num_slots * m.num_kv_heads;
+  const int64_t lists = f.num_sequences * m.num_kv_heads;
   int64_t groups = (2 * omp_get_num_threads() + lists - 1) / lists;
   if (groups * MAX_QUERIES < queries) groups = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
   if (groups > queries || layer.sliding_window) groups = queries;

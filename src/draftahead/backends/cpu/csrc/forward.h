@@ -8,14 +8,15 @@
 namespace {
 
 // Copies this thread's part of hidden states [num_tokens][hidden_size] after `layers_done` layers
-// to f.captured, if they are wanted.
-void capture(const Model& m, const ForwardArgs& f, int64_t layers_done, const float* hidden) {
-  for (int64_t c = 0; c < f.num_captured; c++) {
-    if (f.capture_after[c] != layers_done) continue;
-    const Range mine = thread_range(f.num_slots * f.num_nodes, 1);
+// to f.aux_hidden, if it is one of f.aux_layers.
+void store_aux_hidden(const Model& m, const ForwardArgs& f, int64_t layers_done,
+                      const float* hidden) {
+  for (int64_t c = 0; c < f.num_aux_layers; c++) {
+    if (f.aux_layers[c] != layers_done) continue;
+    const Range mine = thread_range(f.num_sequences * f.num_nodes, 1);
     for (int64_t t = mine.begin; t < mine.end; t++)
-      std::memcpy(f.captured + (t * f.num_captured + c) * m.hidden_size, hidden + t * m.hidden_size,
-                  m.hidden_size * sizeof(float));
+      std::memcpy(f.aux_hidden + (t * f.num_aux_layers + c) * m.hidden_size,
+                  hidden + t * m.hidden_size, m.hidden_size * sizeof(float));
   }
 }
 
@@ -56,11 +57,11 @@ void topk(const float* logits, int64_t vocab_size, int64_t* tokens) {
 
 // Final norm, logits and most likely tokens of all nodes. Called by all threads.
 void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffers& own) {
-  const int64_t num_tokens = f.num_slots * f.num_nodes, vocab_size = m.lm_head.out_features;
+  const int64_t num_tokens = f.num_sequences * f.num_nodes, vocab_size = m.lm_head.out_features;
   for (int64_t t = 0; t < num_tokens; t++)
     rms_norm(f.hidden + t * m.hidden_size, m.final_norm, m.norm_eps, m.hidden_size,
              own.normed + t * m.hidden_size);
-  capture(m, f, m.num_layers, own.normed);
+  store_aux_hidden(m, f, m.num_layers, own.normed);
   const ScreenedHead* screened = m.screened_head;
   const float* input = own.normed;
   if (screened) {
@@ -79,7 +80,7 @@ void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffe
   for (int64_t t = mine.begin; t < mine.end; t++) {
     float* logits = f.logits + t * vocab_size;
     if (screened) replace_candidates(*screened, a, t, logits);
-    topk(logits, vocab_size, f.topk + t * TOPK);
+    if (f.topk) topk(logits, vocab_size, f.topk + t * TOPK);
   }
 }
 
@@ -88,7 +89,7 @@ int64_t scratch_size(const Model& m, int64_t num_tokens, int64_t threads) {
 }
 
 void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
-  const int64_t num_tokens = f.num_slots * f.num_nodes;
+  const int64_t num_tokens = f.num_sequences * f.num_nodes;
   SharedBuffers b(m, num_tokens, f.scratch);
   float* rest = f.scratch + SharedBuffers::size(m, num_tokens);
 #pragma omp parallel num_threads(threads)
@@ -98,7 +99,8 @@ void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
     ThreadBuffers own(m, num_tokens,
                       rest + omp_get_thread_num() * ThreadBuffers::size(m, num_tokens));
     for (int64_t i = 0; i < m.num_layers; i++) {
-      if (i) capture(m, f, i, f.hidden);  // the layer writes f.hidden only behind its first barrier
+      // The layer writes f.hidden only behind its first barrier.
+      if (i) store_aux_hidden(m, f, i, f.hidden);
       decoder_layer(m, m.layers[i], f, b, own);
     }
     if (f.logits) lm_head(m, f, b, own);

@@ -54,7 +54,7 @@ void store_kv(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, i
 void rotate_and_store(const Model& m, const DecoderLayer& layer, const ForwardArgs& f,
                       SharedBuffers& b) {
   const int64_t d = m.head_dim, heads = m.num_heads + m.num_kv_heads;
-  const Range mine = thread_range(f.num_slots * f.num_nodes * heads, 1);
+  const Range mine = thread_range(f.num_sequences * f.num_nodes * heads, 1);
   for (int64_t job = mine.begin; job < mine.end; job++) {
     const int64_t t = job / heads, head = job % heads, kv_head = head - m.num_heads;
     const float *cos = f.cos + t * d, *sin = f.sin + t * d;
@@ -90,7 +90,7 @@ void gated_units(const Model& m, const DecoderLayer& layer, const Activations& a
 // Runs a layer over f.hidden, in place. Called by all threads; they meet before it returns.
 void decoder_layer(const Model& m, const DecoderLayer& layer, const ForwardArgs& f,
                    SharedBuffers& b, ThreadBuffers& own) {
-  const int64_t num_tokens = f.num_slots * f.num_nodes, hidden_size = m.hidden_size;
+  const int64_t num_tokens = f.num_sequences * f.num_nodes, hidden_size = m.hidden_size;
   auto norm_all = [&](const float* weight) {
     for (int64_t t = 0; t < num_tokens; t++)
       rms_norm(f.hidden + t * hidden_size, weight, m.norm_eps, hidden_size,

@@ -75,9 +75,9 @@ struct HeadBuffers {
                   hidden.data() + t * m.hidden_size);
   }
 
-  ForwardArgs forward_args(int64_t num_slots, int64_t num_nodes) {
+  ForwardArgs forward_args(int64_t num_sequences, int64_t num_nodes) {
     ForwardArgs f = {};
-    f.num_slots = num_slots, f.num_nodes = num_nodes;
+    f.num_sequences = num_sequences, f.num_nodes = num_nodes;
     f.cos = cos.data(), f.sin = sin.data(), f.first_input = first_input.data();
     f.hidden = hidden.data(), f.scratch = scratch.data();
     return f;
@@ -86,13 +86,13 @@ struct HeadBuffers {
 
 // ---------------------------------------------------------------------------- inputs of the text
 
-// The hidden states of all inputs side by side, normed: [num_slots][max_inputs][num_hidden *
+// The hidden states of all inputs side by side, normed: [num_sequences][max_inputs][num_hidden *
 // target_hidden_size].
 std::vector<float> joined_hidden(const Model& m, const TreeArgs& args) {
   const HeadInputs& in = *args.inputs;
   const int64_t size = in.target_hidden_size, joined_size = in.num_hidden * size;
-  std::vector<float> joined(args.num_slots * in.max_inputs * joined_size);
-  for (int64_t s = 0; s < args.num_slots; s++)
+  std::vector<float> joined(args.num_sequences * in.max_inputs * joined_size);
+  for (int64_t s = 0; s < args.num_sequences; s++)
     for (int64_t i = 0; i < in.num_inputs[s]; i++) {
       const int64_t entry = args.root_entries[s] - in.num_inputs[s] + 1 + i;
       const float* from = in.hidden + (s * in.num_entries + entry) * in.entry_stride;
@@ -124,10 +124,10 @@ void linear_all_threads(const Weights& w, const Activations& a, int64_t num_toke
   }
 }
 
-// fc over the joined hidden states: [num_slots][max_inputs][hidden_size].
+// fc over the joined hidden states: [num_sequences][max_inputs][hidden_size].
 std::vector<float> features(const Model& m, const TreeArgs& args, int64_t threads) {
   const Weights& fc = args.inputs->fc;
-  const int64_t num_tokens = args.num_slots * args.inputs->max_inputs;
+  const int64_t num_tokens = args.num_sequences * args.inputs->max_inputs;
   const int64_t groups = fc.scales ? fc.in_features / fc.group_size : 0;
   std::vector<float> joined = joined_hidden(m, args), found(num_tokens * m.hidden_size);
   std::vector<int8_t> quantized(groups ? num_tokens * fc.in_features : 0);
@@ -139,19 +139,19 @@ std::vector<float> features(const Model& m, const TreeArgs& args, int64_t thread
   return found;
 }
 
-// Runs the head over its new inputs. Fills the outputs [num_slots][hidden_size] and the logits
-// [num_slots][draft vocab] after each sequence's last input, which is the root.
+// Runs the head over its new inputs. Fills the outputs [num_sequences][hidden_size] and the logits
+// [num_sequences][draft vocab] after each sequence's last input, which is the root.
 void read_inputs(const Model& m, const TreeArgs& args, int64_t threads, std::vector<float>& outputs,
                  std::vector<float>& logits) {
   const HeadInputs& in = *args.inputs;
   const int64_t size = m.hidden_size, num_nodes = in.max_inputs;
-  const int64_t num_tokens = args.num_slots * num_nodes;
+  const int64_t num_tokens = args.num_sequences * num_nodes;
   const std::vector<float> projected = features(m, args, threads);
   HeadBuffers buffers(m, num_tokens, threads);
   std::vector<int32_t> depths(num_tokens);
   std::vector<uint64_t> ancestors(num_tokens);
-  std::vector<int64_t> num_cached(args.num_slots), top(args.num_slots * TOPK);
-  for (int64_t s = 0; s < args.num_slots; s++) {
+  std::vector<int64_t> num_cached(args.num_sequences);
+  for (int64_t s = 0; s < args.num_sequences; s++) {
     num_cached[s] = args.root_entries[s] - in.num_inputs[s] + 1;
     for (int64_t i = 0; i < num_nodes; i++) {  // those behind num_inputs[s] are padding
       const int64_t t = s * num_nodes + i;
@@ -160,18 +160,18 @@ void read_inputs(const Model& m, const TreeArgs& args, int64_t threads, std::vec
       ancestors[t] = (uint64_t(2) << i) - 1;
     }
   }
-  ForwardArgs f = buffers.forward_args(args.num_slots, num_nodes);
+  ForwardArgs f = buffers.forward_args(args.num_sequences, num_nodes);
   f.num_cached = num_cached.data(), f.tree_size = num_nodes;
   f.depths = depths.data(), f.ancestors = ancestors.data();
   forward(m, f, threads);
-  for (int64_t s = 0; s < args.num_slots; s++)
+  for (int64_t s = 0; s < args.num_sequences; s++)
     std::copy_n(buffers.hidden.data() + (s * num_nodes + in.num_inputs[s] - 1) * size, size,
                 outputs.data() + s * size);
   // Logits after the roots only: a forward without layers.
   Model head_only = m;
   head_only.num_layers = 0;
   f.num_nodes = f.tree_size = 1, f.hidden = outputs.data();
-  f.logits = logits.data(), f.topk = top.data();
+  f.logits = logits.data();
   forward(head_only, f, threads);
 }
 
@@ -215,23 +215,23 @@ void add_children(const TreeArgs& args, int64_t vocab_size, const float* logits,
   }
 }
 
-typedef std::vector<std::vector<int64_t>> Frontier;  // [num_slots] leaves to expand
+typedef std::vector<std::vector<int64_t>> Frontier;  // [num_sequences] leaves to expand
 
 // Expands the frontier's leaves and runs the head over them: their outputs go to their trees,
-// logits [num_slots][num_nodes][draft vocab] to `logits`.
+// logits [num_sequences][num_nodes][draft vocab] to `logits`.
 void head_forward(const Model& m, const TreeArgs& args, int64_t threads, std::vector<Tree>& trees,
                   const Frontier& frontier, int64_t num_nodes, HeadBuffers& buffers,
                   std::vector<float>& logits) {
-  const int64_t size = m.hidden_size, num_slots = args.num_slots;
+  const int64_t size = m.hidden_size, num_sequences = args.num_sequences;
   int64_t tree_size = 0;
-  for (int64_t s = 0; s < num_slots; s++) {
+  for (int64_t s = 0; s < num_sequences; s++) {
     for (int64_t leaf : frontier[s]) trees[s].expand(leaf);
     tree_size = std::max(tree_size, int64_t(trees[s].depths.size()) + 1);
   }
-  std::vector<int32_t> depths(num_slots * tree_size, 1);
-  std::vector<uint64_t> ancestors(num_slots * tree_size, 1);
-  std::vector<int64_t> tree_nodes(num_slots * num_nodes), top(num_slots * num_nodes * TOPK);
-  for (int64_t s = 0; s < num_slots; s++) {
+  std::vector<int32_t> depths(num_sequences * tree_size, 1);
+  std::vector<uint64_t> ancestors(num_sequences * tree_size, 1);
+  std::vector<int64_t> tree_nodes(num_sequences * num_nodes);
+  for (int64_t s = 0; s < num_sequences; s++) {
     Tree& tree = trees[s];
     std::copy(tree.depths.begin(), tree.depths.end(), depths.begin() + s * tree_size);
     std::copy(tree.ancestors.begin(), tree.ancestors.end(), ancestors.begin() + s * tree_size);
@@ -248,12 +248,12 @@ void head_forward(const Model& m, const TreeArgs& args, int64_t threads, std::ve
                   tree.outputs.data() + parent * size);
     }
   }
-  ForwardArgs f = buffers.forward_args(num_slots, num_nodes);
+  ForwardArgs f = buffers.forward_args(num_sequences, num_nodes);
   f.num_cached = args.root_entries, f.tree_size = tree_size, f.tree_nodes = tree_nodes.data();
   f.depths = depths.data(), f.ancestors = ancestors.data();
-  f.logits = logits.data(), f.topk = top.data();
+  f.logits = logits.data();
   forward(m, f, threads);
-  for (int64_t s = 0; s < num_slots; s++)
+  for (int64_t s = 0; s < num_sequences; s++)
     for (int64_t j = 0; j < int64_t(frontier[s].size()); j++) {
       float* output = buffers.hidden.data() + (s * num_nodes + j) * size;
       if (args.norm_output) rms_norm(output, m.final_norm, m.norm_eps, size, output);
@@ -265,8 +265,8 @@ void head_forward(const Model& m, const TreeArgs& args, int64_t threads, std::ve
 std::vector<Tree> first_level(const Model& m, const TreeArgs& args, std::vector<float>& outputs,
                               const std::vector<float>& logits) {
   const int64_t size = m.hidden_size, vocab_size = m.lm_head.out_features;
-  std::vector<Tree> trees(args.num_slots);
-  for (int64_t s = 0; s < args.num_slots; s++) {
+  std::vector<Tree> trees(args.num_sequences);
+  for (int64_t s = 0; s < args.num_sequences; s++) {
     Tree& tree = trees[s];
     tree.nodes.push_back({-1, -1, 0, 1.0f, -1});
     tree.expand(0);
@@ -280,7 +280,7 @@ std::vector<Tree> first_level(const Model& m, const TreeArgs& args, std::vector<
 }
 
 void write_trees(const TreeArgs& args, const std::vector<Tree>& trees) {
-  for (int64_t s = 0; s < args.num_slots; s++) {
+  for (int64_t s = 0; s < args.num_sequences; s++) {
     const std::vector<Node>& nodes = trees[s].nodes;
     args.num_nodes[s] = nodes.size();
     for (int64_t i = 0; i < args.num_nodes[s]; i++) {
@@ -293,13 +293,14 @@ void write_trees(const TreeArgs& args, const std::vector<Tree>& trees) {
 
 // `m`: the head, over its own KV cache. Returns the number of levels below the first.
 int64_t build_trees(const Model& m, TreeArgs& args, int64_t threads) {
-  const int64_t vocab_size = m.lm_head.out_features, num_slots = args.num_slots;
+  const int64_t vocab_size = m.lm_head.out_features, num_sequences = args.num_sequences;
   const double begin = omp_get_wtime();
-  std::vector<float> outputs(num_slots * m.hidden_size), root_logits(num_slots * vocab_size);
+  std::vector<float> outputs(num_sequences * m.hidden_size);
+  std::vector<float> root_logits(num_sequences * vocab_size);
   read_inputs(m, args, threads, outputs, root_logits);
   args.inputs_seconds = omp_get_wtime() - begin;
   std::vector<Tree> trees = first_level(m, args, outputs, root_logits);
-  const int64_t max_tokens = num_slots * args.nodes_per_level;
+  const int64_t max_tokens = num_sequences * args.nodes_per_level;
   HeadBuffers buffers(m, max_tokens, threads);
   std::vector<float> logits(max_tokens * vocab_size);
   int64_t levels = 0;
@@ -307,14 +308,14 @@ int64_t build_trees(const Model& m, TreeArgs& args, int64_t threads) {
     Frontier frontier;
     int64_t num_nodes = 0;
     float level_confidence = 0;
-    for (int64_t s = 0; s < num_slots; s++) {
+    for (int64_t s = 0; s < num_sequences; s++) {
       frontier.push_back(trees[s].frontier(args.max_depths[s], args.nodes_per_level));
       for (int64_t leaf : frontier[s]) level_confidence += trees[s].nodes[leaf].confidence;
       num_nodes = std::max(num_nodes, int64_t(frontier[s].size()));
     }
     if (!num_nodes || level_confidence <= args.min_level_confidence) break;
     head_forward(m, args, threads, trees, frontier, num_nodes, buffers, logits);
-    for (int64_t s = 0; s < num_slots; s++)
+    for (int64_t s = 0; s < num_sequences; s++)
       for (int64_t j = 0; j < int64_t(frontier[s].size()); j++)
         add_children(args, vocab_size, logits.data() + (s * num_nodes + j) * vocab_size, trees[s],
                      frontier[s][j]);
