@@ -125,10 +125,8 @@ class ModelRunner:
             raise ConfigError(f"{num_nodes} nodes do not fit behind {max(num_cached)} tokens")
         if not dummy and isinstance(num_context_tokens, int):
             last = self._last_position(first_slot)
-            cache_slice = CacheSlice(first_slot, kv_len, last, num_context_tokens)
-            output = self._backend_forward(
-                tokens, num_cached, parents, cache_slice, with_logits, layers
-            )
+            where = CacheSlice(first_slot, kv_len, last, num_context_tokens)
+            output = self._backend_forward(tokens, num_cached, parents, where, with_logits, layers)
             if output is not None:
                 return output
         if isinstance(parents, DeviceTree):  # capturing its graph failed: the host reads the tree
@@ -152,9 +150,7 @@ class ModelRunner:
         mask = attention.distances(cached, depths, ancestors, kv_len)
         entries = cached[:, None] + index
         view = CacheView(self.cache, first_slot, entries, kv_len, num_context_tokens)
-        logits = self._transformers_forward(
-            tokens, positions, mask, view, with_logits, layers=layers
-        )
+        logits = self._model_forward(tokens, positions, mask, view, with_logits, layers=layers)
         return ForwardOutput(logits[:, :-1] if dummy else logits)
 
     def _backend_forward(
@@ -167,25 +163,25 @@ class ModelRunner:
         layers: LayerSubset | None,
     ) -> ForwardOutput | None:
         """The forward by a backend, if one supports it."""
-        decoder = self._backend if layers is None else layers.backend_for(self._backend)
-        if decoder is None:
+        backend = self._backend if layers is None else layers.backend_for(self._backend)
+        if backend is None:
             return None
         batch, num_nodes = tokens.shape
         if not self._is_gpu:
-            if not decoder.supports(batch, num_nodes, with_logits):
+            if not backend.supports(batch, num_nodes, with_logits):
                 return None
-            lists = None if parents is None or isinstance(parents, DeviceTree) else parents.tolist()
-            return decoder.forward(
+            lists = parents.tolist() if isinstance(parents, Tensor) else None
+            return backend.forward(
                 tokens, num_cached, lists, cache_slice=cache_slice, with_logits=with_logits
             )
         fixed = isinstance(parents, DeviceTree)
         padding = Padding.of(self.cache, cache_slice.first_slot, num_cached, num_nodes, fixed=fixed)
-        if not decoder.supports(*padding.size(batch, num_nodes), with_logits):
+        if not backend.supports(*padding.size(batch, num_nodes), with_logits):
             padding = Padding()  # without it, it may be small enough
-        if not decoder.supports(*padding.size(batch, num_nodes), with_logits):
+        if not backend.supports(*padding.size(batch, num_nodes), with_logits):
             return None
         idle = self.cache.tokens_in[cache_slice.first_slot + batch :][: padding.num_sequences]
-        output = decoder.forward(
+        output = backend.forward(
             padding.tokens(tokens),
             num_cached + [len(tokens) for tokens in idle],
             padding.parents(parents),
@@ -194,14 +190,14 @@ class ModelRunner:
         )
         if output is None:
             return None
-        own = slice(batch), slice(num_nodes)
+        nodes = slice(batch), slice(num_nodes)  # without padding
         return ForwardOutput(
-            output.logits[own],
-            None if output.argmax is None else output.argmax[own],
-            None if output.topk is None else output.topk[own],
+            output.logits[nodes],
+            None if output.argmax is None else output.argmax[nodes],
+            None if output.topk is None else output.topk[nodes],
         )
 
-    def _transformers_forward(
+    def _model_forward(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -366,12 +362,12 @@ class ModelRunner:
 
     def supports_device_drafts(self, batch: int, num_nodes: int) -> bool:
         """Whether a forward over so many nodes takes a DeviceTree."""
-        decoder = self._backend
-        if decoder is None or not decoder.supports_device_drafts or self.long_rope_threshold:
+        backend = self._backend
+        if backend is None or not backend.supports_device_drafts or self.long_rope_threshold:
             return False
         num_cached = [len(tokens) for tokens in self.cache.tokens_in[:batch]]
         padding = Padding.of(self.cache, 0, num_cached, num_nodes, fixed=True)
-        return decoder.supports(batch + padding.num_sequences, num_nodes, True)
+        return backend.supports(batch + padding.num_sequences, num_nodes, True)
 
     # --------------------------------------------------------------------------------- at load
 
@@ -383,7 +379,7 @@ class ModelRunner:
         calls: dict[int, dict[str, Any]] = {}
         name = attention.register(calls)
         try:
-            self._transformers_forward(one, one, one[:, None, None], probe, False, name)
+            self._model_forward(one, one, one[:, None, None], probe, False, name)
         except Exception as problem:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not run with a cache that can be rolled back "
@@ -406,14 +402,14 @@ class ModelRunner:
             self.model,
             self.cache,
             self._attention_options,
-            self._transformers_forward,
+            self._model_forward,
             compiled=self.compiled,
             long_rope_threshold=self.long_rope_threshold,
             disagreement=partial(self._disagreement, slot),
         )
         if backend is not None and self._is_gpu:  # prefill and compaction are captured as well
             self._prefill = GraphedPrefill(
-                type(self.model).__name__, self._transformers_forward, self.cache
+                type(self.model).__name__, self._model_forward, self.cache
             )
             self.cache.compactor = GraphedCompaction(self.cache).run
         if backend is not None and self._aux_layers:
