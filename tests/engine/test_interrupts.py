@@ -24,12 +24,15 @@ def target() -> Any:
 
 
 def interrupt_once(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, before: bool
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, before: bool, calls: int = 0
 ) -> None:
-    """The next call of a method is interrupted, before or after it has done its work."""
+    """One call of a method, after so many others, is interrupted before or after its work."""
     method: Callable[..., Any] = getattr(owner, name)
+    left = iter(range(calls))
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any) -> Any:
+        if next(left, None) is not None:
+            return method(*args)
         monkeypatch.setattr(owner, name, method)
         if not before:
             method(*args)
@@ -59,19 +62,18 @@ def test_a_slot_that_is_freed(target: Any, before: bool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(("method", "calls"), [("push", 0), ("push", 1), ("push", 9), ("flush", 0)])
 def test_tokens_that_are_appended(
-    target: Any, index: int, before: bool, monkeypatch: pytest.MonkeyPatch
+    target: Any, method: str, calls: int, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is done again: no token is lost, and none comes twice."""
     llm = LLM(target, "lookup", max_batch=2)
     llm.engine.decode = lambda ids: "".join(chr(48 + token) for token in ids)
     pair = [add_request(llm, prompt, GREEDY) for prompt in PROMPTS[:2]]
-    llm.engine.step()
-    assert pair[index].detokenizer.text
-    interrupt_once(monkeypatch, Detokenizer, "push", before=before)
+    interrupt_once(monkeypatch, Detokenizer, method, before=before, calls=calls)
     with pytest.raises(KeyboardInterrupt):
-        llm.engine.step()
+        for _ in range(12):
+            llm.engine.step()
     for sequence, prompt in zip(pair, PROMPTS, strict=False):
         finished(llm, sequence)
         assert sequence.output == zoo.reference(target, prompt, 12)
