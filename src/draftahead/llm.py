@@ -207,7 +207,7 @@ class LLM:
                 if sequence.finish_reason is None:
                     self.engine.step()  # steps of other streams advance this sequence as well
                 ended = sequence.finish_reason is not None
-                for chunk in _settled(sequence, shown_tokens, shown_text):
+                for chunk in _stable_chunks(sequence, shown_tokens, shown_text):
                     shown_tokens += len(chunk.token_ids)
                     shown_text += len(chunk.text)
                     yield chunk
@@ -295,7 +295,7 @@ class LLM:
                 f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} exceed the context "
                 f"of {context}: ask for at most {context - len(ids)}" + self._larger_context_hint()
             )
-        if params.stops and self.tokenizer is None:
+        if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; use stop_token_ids without one")
         bad_word_ids = self._bad_word_ids(params.bad_words)
         ids_in = {
@@ -378,17 +378,17 @@ def _sequences(group: list[SequenceState] | DraftaheadError) -> list[SequenceSta
     return [] if isinstance(group, DraftaheadError) else group
 
 
-def _settled(sequence: SequenceState, tokens: int, text: int) -> Iterator[StreamChunk]:
+def _stable_chunks(sequence: SequenceState, tokens: int, text: int) -> Iterator[StreamChunk]:
     """The text that can no longer become part of a stop string, by token where possible; `tokens`
     tokens and `text` characters were shown before."""
     ended, detokenizer, output = sequence.finish_reason, sequence.detokenizer, sequence.output
-    settled = len(detokenizer.text) if ended else detokenizer.settled()
+    stable = len(detokenizer.text) if ended else detokenizer.num_stable_chars()
     start = tokens
     for index in range(tokens, len(output) - 1 if ended else len(output)):
         starts = detokenizer.starts  # other streams may add tokens meanwhile
         # A token's text ends where that of the next begins.
         end = starts[index + 1] if index + 1 < len(starts) else len(detokenizer.text)
-        if text < end <= settled or not detokenizer.has_text:
+        if text < end <= stable or not detokenizer.has_text:
             ids, drafted = output[start : index + 1], sequence.drafted[start : index + 1]
             yield StreamChunk(detokenizer.text[text:end], ids, drafted)
             start, text = index + 1, end

@@ -61,7 +61,7 @@ def test_every_read_decodes_two_tokens_at_most() -> None:
         assert detokenizer.text.endswith("ab" if token == 0 else "c")
     assert max(decoded) == 2
     count = len(decoded)
-    _ = detokenizer.text, detokenizer.starts, detokenizer.settled()
+    _ = detokenizer.text, detokenizer.starts, detokenizer.num_stable_chars()
     assert len(decoded) == count  # nothing new, nothing decoded
 
 
@@ -119,7 +119,7 @@ def test_a_model_without_a_tokenizer_has_no_text() -> None:
     detokenizer = Detokenizer(no_text)
     detokenizer.push(1)
     detokenizer.flush()
-    assert (detokenizer.text, detokenizer.settled()) == ("", 0)
+    assert (detokenizer.text, detokenizer.num_stable_chars()) == ("", 0)
 
 
 # ----------------------------------------------------------------------------- stop strings
@@ -157,7 +157,7 @@ def test_a_stop_is_found_with_the_token_that_completes_it(seed: int) -> None:
                 continue
             found += 1
             begins = [len(decode(ids[:count])) for count in range(len(ids))]
-            keep = detokenizer.cut(expected)
+            keep = detokenizer.truncate(expected)
             assert detokenizer.text == decode(ids)[:expected]
             # Gone are the token in which the stop begins, all behind it, and tokens without text
             # right before it.
@@ -173,7 +173,7 @@ def test_a_stop_after_characters_of_several_tokens() -> None:
         detokenizer.push(byte)
         assert "�" not in detokenizer.text
     assert detokenizer.find_stop() == 2
-    assert detokenizer.cut(2) == 3  # 'a' and the two bytes of 'ñ'
+    assert detokenizer.truncate(2) == 3  # 'a' and the two bytes of 'ñ'
     assert detokenizer.text == "añ"
 
 
@@ -184,7 +184,7 @@ def test_of_two_stops_in_one_token_the_first_counts() -> None:
         assert detokenizer.find_stop() is None
         detokenizer.push(1)
         assert detokenizer.find_stop() == 2
-        assert detokenizer.cut(2) == 1
+        assert detokenizer.truncate(2) == 1
         assert detokenizer.text == "ax"
 
 
@@ -204,16 +204,16 @@ def test_a_stop_at_the_very_beginning() -> None:
     assert detokenizer.find_stop() is None  # no text yet
     detokenizer.push(0)
     assert detokenizer.find_stop() == 0
-    assert detokenizer.cut(0) == 0
+    assert detokenizer.truncate(0) == 0
     assert detokenizer.text == ""
-    assert Detokenizer(texts_of("ab"), ["a"]).cut(0) == 0
+    assert Detokenizer(texts_of("ab"), ["a"]).truncate(0) == 0
 
 
 def test_a_cut_reaches_into_text_that_was_not_read_yet() -> None:
     detokenizer = Detokenizer(texts_of("ab", "cd"))
     detokenizer.push(0)
     detokenizer.push(1)
-    assert detokenizer.cut(3) == 1
+    assert detokenizer.truncate(3) == 1
     assert detokenizer.text == "abc"
 
 
@@ -235,6 +235,6 @@ def test_what_may_begin_a_stop_is_held_back_and_nothing_else(stops: list[str]) -
             token = numbers.randrange(4)
             text += "abcd"[token]
             detokenizer.push(token)
-            assert detokenizer.settled() == settled_by_hand(text, stops)
+            assert detokenizer.num_stable_chars() == settled_by_hand(text, stops)
             if detokenizer.find_stop() is not None:
                 break

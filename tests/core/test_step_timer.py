@@ -26,7 +26,7 @@ def test_compilation_counts_as_time_and_not_as_cost(clock: list[float]) -> None:
     assert timer.seconds == {"draft": 1.0, "verify": 35.0}
     assert timer.cost("verify") == pytest.approx(5.0)
     # A device may have worked while something was compiled: it is not known for which stage.
-    timer.move("verify", "draft", rest=34.0)
+    timer.reassign("verify", "draft", rest=34.0)
     assert timer.cost("verify") == pytest.approx(5.0)
     assert timer.cost("draft") == pytest.approx(1.0)
 
@@ -39,7 +39,7 @@ def test_time_that_a_stage_waited_for_another_is_moved(clock: list[float]) -> No
     timer.lap("draft")
     clock[0] += 5.0
     timer.lap("verify")
-    timer.move("verify", "draft", rest=2.0)
+    timer.reassign("verify", "draft", rest=2.0)
     assert timer.seconds == {"draft": 34.0, "verify": 2.0}
     assert timer.cost("verify") == pytest.approx(2.0)
     assert timer.cost("draft") == pytest.approx(4.0)

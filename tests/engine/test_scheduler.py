@@ -74,7 +74,9 @@ def decode(ids: Sequence[int]) -> str:
 def sequence(number: int = 0, *, reuse: bool = False, **fields: Any) -> SequenceState:
     params = SamplingParams(**({"temperature": 0, "max_tokens": 10} | fields))
     request = Request(PROMPT, params, 0, eos_token_ids=frozenset({END}), reuse=reuse)
-    return SequenceState(request, number, 0, 0, list(PROMPT), Detokenizer(decode, params.stops))
+    return SequenceState(
+        request, number, 0, 0, list(PROMPT), Detokenizer(decode, params.stop_strings)
+    )
 
 
 def updated(one: SequenceState, tokens: list[int], *, failed: bool = False) -> int:

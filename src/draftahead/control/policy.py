@@ -240,7 +240,7 @@ class Policy:
             for b, emitted in enumerate(verdict.tokens):
                 size = proposed.num_nodes[b]
                 tokens, parents = proposed.tokens[b][:size], proposed.parents[b][:size]
-                outcomes = tree.outcomes(tokens, parents, emitted)[1:]
+                outcomes = tree.match_emitted(tokens, parents, emitted)[1:]
                 pairs = zip(proposed.confidence[b], outcomes, strict=True)
                 confidence += [(stated, came) for stated, came in pairs if came is not None]
             if unseen:

@@ -16,12 +16,12 @@ class Detokenizer:
     """The text of a growing output, and the place in it where each token's text begins.
 
     A token may hold part of a character only: its text appears with the token that completes it.
-    Decoding is deferred until the text is read: then it does not stand between two forwards.
+    Decoding is deferred until the text is read, which can be while a device computes a forward.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
-        self._decode, self.stops = decode, tuple(stops)
-        self._longest_stop = max((len(stop) for stop in stops), default=0)
+    def __init__(self, decode: Decode, stop_strings: Sequence[str] = ()) -> None:
+        self._decode, self.stop_strings = decode, tuple(stop_strings)
+        self._longest_stop = max((len(stop) for stop in stop_strings), default=0)
         self.has_text = decode is not no_text
         self._text = ""
         self._starts: list[int] = []  # of each token, in characters
@@ -29,18 +29,18 @@ class Detokenizer:
         self._ids: list[int] = []
         self._decoded = 0  # tokens whose text is in self._text
         self._ended = False
-        # Decoding starts at this token: how a word's first piece is written may depend on the one
-        # before it.
+        # Decoding starts at this token: the text of a token may depend on the one before it
+        # (leading spaces).
         self._context = 0
 
     @property
     def text(self) -> str:
-        self._catch_up()
+        self._decode_pending()
         return self._text
 
     @property
     def starts(self) -> list[int]:
-        self._catch_up()
+        self._decode_pending()
         return self._starts
 
     def push(self, token: int) -> None:
@@ -52,27 +52,27 @@ class Detokenizer:
 
     def rebuilt(self, tokens: Sequence[int]) -> Detokenizer:
         """One for these tokens, after an interrupt of unknown effect."""
-        found = Detokenizer(self._decode, self.stops)
+        found = Detokenizer(self._decode, self.stop_strings)
         found._pushed += tokens
         return found
 
-    def _catch_up(self) -> None:
+    def _decode_pending(self) -> None:
         for token in self._pushed:
             self._ids.append(token)
             self._starts.append(len(self._text))
             new = self._undecoded()
             if new and not new.endswith("�"):
-                self._take(new)
+                self._append(new)
         self._pushed.clear()
         if self._ended:
             self._ended = False
-            self._take(self._undecoded())
+            self._append(self._undecoded())
 
     def _undecoded(self) -> str:
         known = self._decode(self._ids[self._context : self._decoded])
         return self._decode(self._ids[self._context :])[len(known) :]
 
-    def _take(self, new: str) -> None:
+    def _append(self, new: str) -> None:
         self._text += new
         self._context, self._decoded = self._decoded, len(self._ids)
 
@@ -82,22 +82,22 @@ class Detokenizer:
         """Where the first stop string begins, or None. Only one that the newest token completes
         counts: earlier ones were looked for earlier, or came before min_tokens."""
         new = self.starts[-1] if self.starts else 0
-        ends = ((stop, max(0, new - len(stop) + 1)) for stop in self.stops)
+        ends = ((stop, max(0, new - len(stop) + 1)) for stop in self.stop_strings)
         found = [at for stop, since in ends if (at := self.text.find(stop, since)) >= 0]
         return min(found, default=None)
 
-    def settled(self) -> int:
+    def num_stable_chars(self) -> int:
         """How many characters no stop string can take back any more."""
         text = self.text
         for start in range(max(0, len(text) - self._longest_stop), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self.stops):
+            if any(stop.startswith(text[start:]) for stop in self.stop_strings):
                 return start
         return len(text)
 
-    def cut(self, at: int) -> int:
+    def truncate(self, at: int) -> int:
         """Ends the text at a character. Returns how many tokens lie wholly before it: those from
         the one in which the cut falls are no longer part of the output."""
-        self._catch_up()
+        self._decode_pending()
         self._text = self._text[:at]
         begin = max((start for start in self.starts if start <= at), default=0)
         return self.starts.index(begin) if self.starts else 0

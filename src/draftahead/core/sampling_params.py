@@ -111,7 +111,7 @@ class SamplingParams:
             )
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop)
 
     @property

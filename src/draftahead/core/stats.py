@@ -1,4 +1,4 @@
-"""Counts and seconds of decoding, with one definition each."""
+"""Counts and seconds of decoding."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _grow(counts: list[Any], length: int, zero: float) -> None:
 
 class CompileTime:
     """Seconds that this process has spent on compiling kernels and capturing graphs. They count as
-    wall time, but not as the cost of a step: the next one of its kind does without."""
+    wall time, but not as the cost of a step: later steps do not pay it."""
 
     seconds: ClassVar[float] = 0.0
 
@@ -115,11 +115,11 @@ Stage = Literal["prefill", "draft", "verify", "other"]
 
 
 class StepTimer:
-    """Seconds of one step by stage. Work of a device counts where the host waits for it."""
+    """Seconds of one step by stage. Time of a device counts in the stage that waits for it."""
 
     def __init__(self) -> None:
         self.seconds: dict[Stage, float] = {}
-        self._compiling: dict[Stage, float] = {}  # what of it was CompileTime
+        self._compiling: dict[Stage, float] = {}  # the part that was CompileTime
         self._last, self._compiled = time.perf_counter(), CompileTime.seconds
         self._paused: float | None = None
 
@@ -136,9 +136,9 @@ class StepTimer:
         """Seconds of a stage without compilation: what the next step of its kind will take."""
         return self.seconds[stage] - self._compiling.get(stage, 0.0)
 
-    def move(self, stage: Stage, to: Stage, rest: float) -> None:
-        """All of a stage's time but `rest` seconds belongs to another one. Left alone if something
-        was compiled meanwhile: it is not known for which of the two."""
+    def reassign(self, stage: Stage, to: Stage, rest: float) -> None:
+        """Moves all of a stage's time but `rest` seconds to another stage. Does nothing if code was
+        compiled meanwhile: it is unknown in which of the two."""
         if not self._compiling.get(stage):
             seconds = max(0.0, self.seconds[stage] - rest)
             self.seconds[stage] -= seconds

@@ -103,7 +103,7 @@ def most_confident(confidence: Sequence[float], count: int) -> list[int]:
 
 
 def first_child_chain(parents: Sequence[int], nodes: Iterable[int]) -> list[int]:
-    """The root, its first child, that one's first child, and so on, out of `nodes`."""
+    """The root, its first child, the first child of that, and so on, out of `nodes`."""
     found = [0]
     for node in nodes:
         if node and parents[node] == found[-1]:
@@ -156,11 +156,11 @@ def best_first(
     return chosen
 
 
-def outcomes(
+def match_emitted(
     tokens: Sequence[int], parents: Sequence[int], emitted: Sequence[int]
 ) -> list[bool | None]:
-    """Whether each node agrees with the tokens that the target emitted, scored or not. False below
-    a node that disagrees; None beyond the last emitted token, where nothing is known."""
+    """Whether each node agrees with the tokens that the target emitted, whether it was verified or
+    not. False below a node that disagrees; None beyond the last emitted token."""
     found: list[bool | None] = [True]
     depth = depths(parents)
     for node in range(1, len(parents)):

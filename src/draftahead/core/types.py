@@ -1,4 +1,4 @@
-"""What flows through the engine. Every other file speaks in these words.
+"""The types that flow through the engine.
 
 Shapes: B sequences of the batch, N nodes of a draft (node 0 is the root), V vocabulary.
 """
@@ -18,14 +18,14 @@ from draftahead.core.stats import Stats
 from draftahead.errors import DraftaheadError
 
 FinishReason = Literal["stop", "length", "error"]
-# What is promised of the output: the target's distribution, or also the same tokens for a seed
+# The output follows the target's distribution; with replay its tokens are also the same for a seed,
 # whatever the drafter and the rest of the batch.
 Exact = Literal["distribution", "replay"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. Its sampling parameters have no unset field any more."""
+    """One prompt to continue; unset sampling parameters have the model's defaults."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -91,17 +91,17 @@ class SequenceState:
 
 
 class StepCost(Protocol):
-    """What a forward costs on this machine."""
+    """Seconds of the target's forward in a step, on this machine."""
 
     def of(self, num_nodes: int) -> float:
-        """Seconds of a forward over so many nodes of the whole batch."""
+        """Of a forward over so many nodes of the whole batch."""
 
 
 class DraftSampler(Protocol):
     """Samples drafted tokens for a drafter, and records what the acceptance rule needs.
 
     A drafter that samples does it here, never by itself: so the recorded distribution is the one
-    sampled from, and a broken drafter cannot bend the output.
+    sampled from, and a broken drafter cannot bias the output.
     """
 
     def draw(
@@ -110,8 +110,8 @@ class DraftSampler(Protocol):
         """One more token for each sequence: logits [B, V] -> tokens [B].
 
         `active` [B] bool: the sequences that go on; the chains of the others end here. Decide that
-        from the logits, before the draw. `argmax` [B]: of the logits, if it is known already. The
-        tokens may still be under way on a device.
+        from the logits, before the draw. `argmax` [B]: of the logits, if it was computed already.
+        On a device the tokens may not be computed yet when this returns.
         """
 
     def noise_coupled_topk(
@@ -130,7 +130,7 @@ class DraftSampler(Protocol):
         The target's next token is a function of its distribution and of noise that is known
         beforehand, so drafting with the same noise is accepted more often. It stays a guess: the
         output is that of plain decoding. A drafter that has seen this noise for a sequence must not
-        `draw` for it any more: its choice would depend on the noise, and bend the output.
+        `draw` for it any more: its choice would depend on the noise, and bias the output.
         """
 
     def draft(self) -> DeviceDraft | None:
@@ -145,7 +145,7 @@ class Batch:
     max_depths: tuple[int, ...]  # how deep the draft of each sequence may be
     sampler: DraftSampler | None = None  # there when the drafter is asked
     exact: Exact = "distribution"
-    step_cost: StepCost | None = None  # for drafters that weigh what they do
+    step_cost: StepCost | None = None  # for drafters that adapt to it
 
     @property
     def draft_sampler(self) -> DraftSampler:
@@ -172,10 +172,10 @@ class ForwardOutput:
     """What one forward computed; valid until the next one, which may reuse the memory."""
 
     logits: Tensor  # [B, N, V], of the target, for the token after each node
-    argmax: Tensor | None = (
-        None  # [B, N] of the logits, -1 where not finite; if computed on the way
-    )
-    topk: Tensor | None = None  # [B, N, 4] the most likely tokens, best first; likewise
+    # If the backend computed them: argmax [B, N] of the logits, -1 where they are not finite, and
+    # the most likely tokens [B, N, 4], best first.
+    argmax: Tensor | None = None
+    topk: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,8 @@ class Verdict:
 
     paths: list[list[int]]  # [b] -> 0, then the accepted nodes
     tokens: list[list[int]]  # [b] -> the accepted tokens, then the target's own
-    errors: dict[int, DraftaheadError] = field(default_factory=dict)  # by sequence: no own token
+    # By sequence: why the target has no token of its own after the accepted ones.
+    errors: dict[int, DraftaheadError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Engine:
         """Gives the verdict to the drafter. For a device draft, the time of building the trees is
         moved from "verify" to "draft": the host waited for both at once."""
         if isinstance(step.draft, DeviceDraft) and step.draft.timer is not None:
-            step.timer.move("verify", "draft", step.draft.timer.laps()[-1])
+            step.timer.reassign("verify", "draft", step.draft.timer.laps()[-1])
         step.timer.lap("other")
         self._guarded_drafter.learn(step.batch, draft, step.output, verdict)
         step.timer.lap("draft")
@@ -205,7 +205,7 @@ class Engine:
                 sample=sample,
                 rng_key=rng_key(request.seed, sample),
                 tokens=list(request.prompt),
-                detokenizer=Detokenizer(self.decode, request.params.stops),
+                detokenizer=Detokenizer(self.decode, request.params.stop_strings),
                 stats=Stats(prompt_tokens=len(request.prompt)),
             )
             for sample in range(request.params.n)

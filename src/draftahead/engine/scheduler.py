@@ -129,11 +129,11 @@ class Scheduler:
         if generated >= (params.max_tokens or 0):
             sequence.finish_reason = "length"
             detokenizer.flush()  # an incomplete character may still complete a stop string
-        if not detokenizer.stops or generated < (params.min_tokens or 0):
+        if not detokenizer.stop_strings or generated < (params.min_tokens or 0):
             return
         if (at := detokenizer.find_stop()) is not None:
             sequence.finish_reason = "stop"
-            _truncate(sequence, detokenizer.cut(at))
+            _truncate(sequence, detokenizer.truncate(at))
 
     def remove(self, sequence: SequenceState) -> bool:
         """Takes a sequence out; the last running one moves into its slot. Returns False if the

@@ -40,7 +40,7 @@ def with_model_defaults(
     defaults["min_tokens"] = min(default("min_new_tokens", 0), max_tokens)
     if not params.bad_words and default("bad_words_ids", None):
         defaults["bad_words"] = config.bad_words_ids
-    if not params.stops and default("stop_strings", None) and has_tokenizer:
+    if not params.stop_strings and default("stop_strings", None) and has_tokenizer:
         defaults["stop"] = config.stop_strings
     unset = {name: v for name, v in defaults.items() if getattr(params, name) in (None, (), "")}
     return dataclasses.replace(params, **unset)

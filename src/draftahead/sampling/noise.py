@@ -25,13 +25,13 @@ _MASK = (1 << 64) - 1
 class RngStream(IntEnum):
     """What a random number is for. Streams are independent of each other."""
 
-    TARGET = 0  # the target's own token at a position: used once, when it is emitted
+    TARGET = 0  # the target's own token at a position, the same in every step
     DRAFT = 1  # a drafted token
     ACCEPT = 2  # the test that accepts or rejects it
 
 
 class NodeContext(NamedTuple):
-    """A node whose next token is asked for: a sequence, and a drafted path below its root."""
+    """A node: a sequence, and the tokens of the path from below its root."""
 
     sequence: SequenceState
     path: tuple[int, ...] = ()
@@ -63,8 +63,8 @@ def target_rng_key(context: NodeContext) -> int:
 
 
 def step_rng_key(stream: RngStream, context: NodeContext) -> int:
-    """Key for drafting and for acceptance tests. It includes the step (by its root): a position
-    that is drafted again needs independent randomness."""
+    """Key for drafting and for acceptance tests. It includes the step, by the position of its root:
+    a position that is drafted again needs independent randomness."""
     root = len(context.sequence.tokens)
     return rng_key(context.sequence.rng_key, stream, root, len(context.path))
 
@@ -73,23 +73,24 @@ def step_rng_key(stream: RngStream, context: NodeContext) -> int:
 
 
 def uniforms(
-    keys: Sequence[int] | Tensor, count: int, device: torch.device | str = "cpu"
+    rng_keys: Sequence[int] | Tensor, count: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """[A] keys -> [A, count] float64 in the open interval (0, 1)."""
-    return uniforms_at(keys, torch.arange(count, dtype=torch.int64, device=device))
+    """[A] RNG keys -> [A, count] float64 in the open interval (0, 1)."""
+    return uniforms_at(rng_keys, torch.arange(count, dtype=torch.int64, device=device))
 
 
-def uniforms_at(keys: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
-    """Columns `ids` of the same: [A] keys, ids [K] or [A, K] -> [A, K]."""
-    keys = keys if isinstance(keys, Tensor) else small_tensor(keys, torch.int64, ids.device)
+def uniforms_at(rng_keys: Sequence[int] | Tensor, ids: Tensor) -> Tensor:
+    """The uniforms of these token ids only: [A] RNG keys, ids [K] or [A, K] -> [A, K]."""
+    if not isinstance(rng_keys, Tensor):
+        rng_keys = small_tensor(rng_keys, torch.int64, ids.device)
     # 52 bits: with one more, the half that is added could round up to 1 itself.
-    bits = (_mix(keys[:, None] + ids * _signed(_GOLDEN)) >> 12) & (_MASK >> 12)
+    bits = (_mix(rng_keys[:, None] + ids * _signed(_GOLDEN)) >> 12) & (_MASK >> 12)
     return (bits.to(torch.float64) + 0.5) * 2.0**-52
 
 
-def sample_gumbel(probs: Tensor, keys: Sequence[int] | Tensor) -> Tensor:
+def sample_gumbel(probs: Tensor, rng_keys: Sequence[int] | Tensor) -> Tensor:
     """One token from each distribution: [A, V] -> [A]. An id of probability 0 is never taken."""
-    noise = -uniforms(keys, probs.shape[-1], probs.device).log()
+    noise = -uniforms(rng_keys, probs.shape[-1], probs.device).log()
     return (noise / probs.to(torch.float64)).argmin(-1)
 
 
