@@ -88,16 +88,13 @@ class TreeBuilder:
     def _add_children(
         self, trees: list[PartialTree], logits: Tensor, batch: Batch, draft_to_target: Tensor | None
     ) -> None:
-        """Children of the nodes that were just expanded; reads back once."""
-        at = [(b, node) for b, partial in enumerate(trees) for node in partial.frontier]
-        sequences = [b for b, _ in at]
-        index = [trees[b].expanded.index(node) for b, node in at]
-        paths = [trees[b].paths[node] for b, node in at]
-        children = top_candidates(
-            batch, logits[sequences, index], sequences, paths, CHILDREN, draft_to_target
-        )
-        for (b, node), (probs, ids) in zip(at, children, strict=True):
-            trees[b].add(node, probs, ids)
+        """Adds children to the nodes of the frontier; reads back once."""
+        nodes = [(b, node) for b, partial in enumerate(trees) for node in partial.frontier]
+        places = [(b, trees[b].expanded.index(node)) for b, node in nodes]
+        paths = [trees[b].paths[node] for b, node in nodes]
+        children = top_candidates(batch, logits, places, paths, CHILDREN, draft_to_target)
+        for (b, node), (probs, tokens) in zip(nodes, children, strict=True):
+            trees[b].add(node, probs, tokens)
 
     # ------------------------------------------------------------------------ how deep it pays
 
@@ -106,8 +103,8 @@ class TreeBuilder:
         if self._levels <= 3:  # the first ones may compile or capture
             self.level_seconds = min(seconds, self.level_seconds or seconds)
         else:
-            usual = min(seconds, 3 * self.level_seconds)
-            self.level_seconds += 0.2 * (usual - self.level_seconds)
+            bounded = min(seconds, 3 * self.level_seconds)  # a single disturbance counts little
+            self.level_seconds += 0.2 * (bounded - self.level_seconds)
 
     def needed_confidence(self, batch: Batch) -> float:
         """The confidence, summed over the nodes to expand, from which a level is worth its time."""
@@ -162,18 +159,19 @@ class PartialTree:
 def top_candidates(
     batch: Batch,
     logits: Tensor,
-    sequences: Sequence[int],
+    places: Sequence[tuple[int, int]],
     paths: Sequence[tuple[int, ...]],
     count: int,
     draft_to_target: Tensor | None,
 ) -> list[tuple[list[float], list[int]]]:
-    """The `count` best next tokens of each node and their probabilities: see
-    DraftSampler.noise_coupled_topk. Reads back once."""
-    probs, children = batch.draft_sampler.noise_coupled_topk(
-        logits, sequences, paths, count, draft_to_target
+    """Probabilities and tokens of the best `count` by DraftSampler.noise_coupled_topk, for the
+    logits [B, N, D] at each of `places` (b, n). Reads back once."""
+    sequences, index = [b for b, _ in places], [n for _, n in places]
+    probs, tokens = batch.draft_sampler.noise_coupled_topk(
+        logits[sequences, index], sequences, paths, count, draft_to_target
     )
     # In float64, which holds every token id exactly.
-    pairs = torch.stack([probs.double(), children.double()], 1).tolist()
+    pairs = torch.stack([probs.double(), tokens.double()], 1).tolist()
     return [(best, [int(token) for token in ids]) for best, ids in pairs]
 
 
@@ -207,5 +205,5 @@ def argmax_chain(batch: Batch, count: int, logits: Tensor, feed: NextLogitsFn) -
         chains = [(*chain, token) for chain, token in zip(chains, tokens.tolist(), strict=True)]
         if left:
             logits, _ = feed(tokens)
-    cut = [chain[:most] for chain, most in zip(chains, batch.max_depths, strict=True)]
-    return Draft.chains(batch.roots, cut)
+    pairs = zip(chains, batch.max_depths, strict=True)
+    return Draft.chains(batch.roots, [chain[:max_depth] for chain, max_depth in pairs])

@@ -117,23 +117,26 @@ def without_file(name: str) -> Spoil:
     return lambda folder: (folder / name).unlink()
 
 
-NO_ADAPTER, DAMAGED = "describes no exit adapter", "missing, damaged or not what"
+NO_ADAPTER = "describes no exit adapter"
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "another model": (other_model, "trained for another model"),
     "another vocabulary": (config_with(vocab_size=98), "model with vocab_size 98, and this one"),
     "too deep": (config_with(num_layers=30), "leaves after 30 layers, and this model has 3"),
-    "truncated weights": (truncated_weights, DAMAGED),
-    "no weights": (without_file("model.safetensors"), DAMAGED),
-    "no config": (without_file("config.json"), "no exit adapter in"),
-    "half a config": (config_text("{"), NO_ADAPTER),
-    "a list for a config": (config_text("[]"), NO_ADAPTER),
+    "truncated weights": (truncated_weights, "is damaged or holds more than tensors"),
+    "no weights": (without_file("model.safetensors"), "has none of model.safetensors"),
+    "no config": (without_file("config.json"), NO_ADAPTER),
+    "half a config": (config_text("{"), "cannot read"),
+    "a list for a config": (config_text("[]"), "must hold a JSON object"),
     "another kind": (config_with(kind="eagle"), NO_ADAPTER),
     "rank is text": (config_with(rank="many"), NO_ADAPTER),
     "rank is no integer": (config_with(rank=4.5), NO_ADAPTER),
     "layers is no integer": (config_with(num_layers=2.0), NO_ADAPTER),
     "negative epsilon": (config_with(rms_norm_eps=-1.0), NO_ADAPTER),
     "an unknown field": (config_with(extra=1), NO_ADAPTER),
-    "another rank": (config_with(rank=7), DAMAGED),
+    "another rank": (
+        config_with(rank=7),
+        r"down.weight is \[4, 32\] and by its config should be \[7, 32\]",
+    ),
     "foreign tokens": (foreign_tokens, "outside the target's vocabulary of 97"),
 }
 
@@ -143,5 +146,5 @@ def test_an_adapter_that_does_not_fit_is_refused(kind: str, tmp_path: Path) -> N
     spoil, message = SPOILED[kind]
     save_adapter(zoo.tiny("llama"), tmp_path, tokens=[5, 9])
     spoil(tmp_path)
-    with pytest.raises(errors.ConfigError, match=message):
+    with pytest.raises(errors.DraftaheadError, match=message):
         LLM(zoo.tiny("llama"), {"method": "early_exit", "adapter": tmp_path})

@@ -1,8 +1,7 @@
 """Medusa heads draft from the target's last hidden state (Cai et al., arXiv 2401.10774).
 
-Asked for a number of tokens, they sample a chain of so many, one by each head. Otherwise they draft
-a tree of the candidates of all heads: of the shape that came with the heads or was asked for, else
-of the nodes that this step's probabilities make the most confident.
+With `num_speculative_tokens` they sample a chain, one token per head. Otherwise they draft a tree
+of the candidates of all heads: with the given choices, or else the most confident nodes.
 
 They read the hidden state of the token before the root, which the forward that verified it has
 stored. A prefill computes no last hidden states, so the first step has no draft.
@@ -43,9 +42,9 @@ from draftahead.sampling.draft_sampler import scatter_to_vocab
 # Candidates of each head, where no tree says which are needed. More find unlikely tokens, at the
 # cost of a longer list to read from the device.
 CANDIDATES_PER_HEAD = 8
-# Nodes below it do not repay their share of the verification. Lower than that of other drafters:
-# all heads have run already.
-MIN_MEDUSA_CONFIDENCE = 0.01
+# Least product of the heads' probabilities for a node of an adaptive tree. Lower adds nodes that do
+# not repay their share of the verification.
+MIN_PRODUCT = 0.01
 
 
 @register("medusa")
@@ -124,9 +123,7 @@ class Medusa(Drafter):
     def _tree(self, probs: Sequence[Sequence[float]]) -> list[MedusaNode]:
         if self.choices:
             return fixed_tree(self.choices, probs)
-        return likeliest_tree(
-            probs, self.max_nodes, MIN_MEDUSA_CONFIDENCE if self.adaptive else 0.0
-        )
+        return likeliest_tree(probs, self.max_nodes, MIN_PRODUCT if self.adaptive else 0.0)
 
     def _candidates(
         self, batch: Batch, logits: Tensor, max_depths: Sequence[int]
@@ -135,20 +132,11 @@ class Medusa(Drafter):
         candidates, and their tokens. Reads back once."""
         num_heads = [min(len(self.heads), max_depth) for max_depth in max_depths]
         pairs = [(b, head) for b, count in enumerate(num_heads) for head in range(count)]
-        sequences, heads = [b for b, _ in pairs], [head for _, head in pairs]
         chains = self._assumed_chains(batch, logits)
         paths = [tuple(chains[b][:head]) for b, head in pairs]
-        found = iter(
-            top_candidates(
-                batch,
-                logits[sequences, heads],
-                sequences,
-                paths,
-                self.num_candidates,
-                self.heads.draft_to_target,
-            )
-        )
-        return [list(itertools.islice(found, count)) for count in num_heads]
+        vocab = self.heads.draft_to_target
+        candidates = iter(top_candidates(batch, logits, pairs, paths, self.num_candidates, vocab))
+        return [list(itertools.islice(candidates, count)) for count in num_heads]
 
     def _assumed_chains(self, batch: Batch, logits: Tensor) -> list[list[int]]:
         """The path that a head's predictions are assumed to follow, [B][K]: the best token of every
