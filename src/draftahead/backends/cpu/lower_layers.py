@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draftahead.core import tree
 from draftahead.kv.cache import KVCache
 
 
@@ -55,9 +56,8 @@ class LowerLayerCache:
             return None
         if not last._is_valid(cache, first_slot, len(tokens_in)):
             return None
-        chain = list(range(-1, last.num_nodes - 1))
         continues = [len(tokens) + last.num_nodes for tokens in tokens_in] == list(num_cached)
-        return last if continues and all(one == chain for one in last.parents) else None
+        return last if continues and all(map(tree.is_chain, last.parents)) else None
 
     def with_nodes(
         self, tokens: list[list[int]], parents: Sequence[Sequence[int]], hidden: Tensor
