@@ -50,7 +50,7 @@ def assert_same_trees(
     batch, has_inputs = next_batch(llm, prompts, params), [True] * len(prompts)
     trees = TreeForward(drafter.runner, drafter.prefill, batch.sequences, has_inputs)
     built = TreeBuilder(plan.max_depth, plan.nodes_per_level).build(
-        batch, trees.root_logits, trees.expand, [32] * len(prompts), drafter.runner.draft_to_target
+        batch, trees.root_logits, trees.expand, drafter.runner.draft_to_target
     )
     assert built is not None and built.confidence is not None
     expected = built.subset([tree.most_confident(c, plan.num_nodes - 1) for c in built.confidence])

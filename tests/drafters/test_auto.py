@@ -13,7 +13,7 @@ from draftahead import LLM, Draft, DrafterFaultWarning, SamplingParams
 from draftahead.core.types import Batch
 from draftahead.drafters.auto import Auto, Guess, paths, union
 from draftahead.drafters.base import validated
-from draftahead.sampling.draft_sampler import RecordedDraftSampler
+from toy import sampler_for
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 SIDES = ("suffix", "recycle", "draft_model")
@@ -59,9 +59,7 @@ def test_trees_are_laid_over_each_other(
         assert below <= confidence[node] + 1e-9
     draft = Draft.trees([9], [[(g.token, g.parent) for g in chosen]], [confidence[1:]])
     (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(llm._request([9], GREEDY))
-    batch = Batch(
-        (sequence,), (99,), RecordedDraftSampler([sequence], [99], zoo.VOCABULARY, "distribution")
-    )
+    batch = Batch((sequence,), (99,), sampler_for([sequence], [99], zoo.VOCABULARY))
     assert validated(draft, batch, zoo.VOCABULARY).confidence is not None
 
 

@@ -6,8 +6,8 @@ the engine checks every draft and treats a bad one as no draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -111,6 +111,12 @@ class DrafterContext:
         if self.target is None:
             raise ConfigError(f"drafter {name!r} drafts with the target itself, and was given none")
         return self.target
+
+
+def with_drafts_for(batch: Batch, mask: Sequence[bool]) -> Batch:
+    """The batch with a max_depth of 0 for all sequences but those of `mask` [B]."""
+    pairs = zip(batch.max_depths, mask, strict=True)
+    return replace(batch, max_depths=tuple(depth if drafts else 0 for depth, drafts in pairs))
 
 
 # ------------------------------------------------------------------------------ valid drafts only

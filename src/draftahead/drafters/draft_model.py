@@ -19,7 +19,7 @@ from torch import Tensor
 from draftahead.core.device import last_of, padded
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, ForwardOutput, Verdict
-from draftahead.drafters.base import Drafter, DrafterContext, positive_int
+from draftahead.drafters.base import Drafter, DrafterContext, positive_int, with_drafts_for
 from draftahead.drafters.registry import register
 from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder, sampled_chain
 from draftahead.errors import ConfigError, VocabularyMismatchError
@@ -66,19 +66,19 @@ class DraftModel(Drafter):
         self._sampled_from: list[int] | None = None
 
     def propose(self, batch: Batch) -> Draft | None:
-        most = self.runner.max_context
-        fits = [len(sequence.tokens) + self.count <= most for sequence in batch.sequences]
-        max_depths = [depth * fit for depth, fit in zip(batch.max_depths, fits, strict=True)]
-        if not any(max_depths):
+        limit = self.runner.max_context - self.count
+        fits = [len(sequence.tokens) <= limit for sequence in batch.sequences]
+        batch = with_drafts_for(batch, fits)
+        if not any(batch.max_depths):
             return None
         logits, argmax = self._catch_up(batch, fits)
         held = self.runner.cache.tokens_in[: len(fits)]
         if self.adaptive:
             for tokens in held:
                 tokens.pop()  # the root, of which the trees are children
-            return self.builder.build(batch, logits, self._expand, max_depths)
+            return self.builder.build(batch, logits, self._expand)
         self._sampled_from = [len(tokens) for tokens in held]
-        sampled_chain(batch, self.count, logits, argmax, self._feed, max_depths)
+        sampled_chain(batch, self.count, logits, argmax, self._feed)
         return None  # the draft sampler holds the draft
 
     def _expand(self, tokens: Tensor, parents: Tensor) -> Tensor:

@@ -57,13 +57,11 @@ class TreeBuilder:
         batch: Batch,
         logits: Tensor,
         expand: ExpandFn,
-        max_depths: Sequence[int] | None = None,
         draft_to_target: Tensor | None = None,
     ) -> Draft | None:
-        """`logits` [B, V]: after the roots. `max_depths`: the batch's, or 0 for sequences without a
-        tree. `draft_to_target` [D]: the tokens of the draft vocabulary that logits are over."""
-        depths = batch.max_depths if max_depths is None else max_depths
-        trees = [PartialTree(root, depth) for root, depth in zip(batch.roots, depths, strict=True)]
+        """`logits` [B, V]: after the roots. `draft_to_target` [D]: the tokens of the draft
+        vocabulary that logits are over."""
+        trees = list(map(PartialTree, batch.roots, batch.max_depths))
         self._add_children(trees, logits[:, None], batch, draft_to_target)
         for _ in range(self.max_depth - 1):
             for partial in trees:
@@ -181,12 +179,10 @@ def sampled_chain(
     logits: Tensor,
     argmax: Tensor | None,
     feed: NextLogitsFn,
-    max_depths: Sequence[int] | None = None,
 ) -> None:
     """Draws up to `count` tokens for every sequence; the draft sampler holds the draft. The tokens
-    may be unknown to the host when they are fed. `max_depths`: the batch's, or 0 for sequences
-    without a chain."""
-    max_depths = batch.max_depths if max_depths is None else max_depths
+    may be unknown to the host when they are fed."""
+    max_depths = batch.max_depths
     active = None if all(max_depths) else torch.tensor([depth > 0 for depth in max_depths])
     for left in reversed(range(min(count, max(max_depths)))):
         tokens = batch.draft_sampler.draw(logits, active, argmax)

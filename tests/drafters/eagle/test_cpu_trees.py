@@ -54,6 +54,7 @@ def test_trees_of_one_call_match_the_tree_builders(
     """Node by node, after missing inputs of a different number per sequence, which it reads too."""
     _, llm, drafter = eagle_llm(monkeypatch, kernels=True, logit_scale=logit_scale, **flags)
     builder, batch = builder_and_batch(llm, drafter, zoo.ragged_prompts(3))
+    batch = dataclasses.replace(batch, max_depths=tuple(max_depths))
     assert builder.supports(batch, drafter.builder)
     cache = drafter.runner.cache
     TreeForward(drafter.runner, drafter.prefill, batch.sequences, [True] * 3)
@@ -67,7 +68,7 @@ def test_trees_of_one_call_match_the_tree_builders(
     monkeypatch.setattr(
         kernels, "build_trees", lambda args: levels_built.append(build(args)) or levels_built[0]
     )
-    ours = builder.build(batch, [True] * 3, max_depths, drafter.builder)
+    ours = builder.build(batch, [True] * 3, drafter.builder)
     assert [len(tokens) for tokens in cache.tokens_in] == lengths
     for b, length in enumerate(lengths):
         assert torch.allclose(cache.keys[0][b, :, :length], before[b], atol=1e-5)
@@ -79,9 +80,7 @@ def test_trees_of_one_call_match_the_tree_builders(
         levels.append(tokens.shape[1])
         return trees.expand(tokens, parents)
 
-    theirs = drafter.builder.build(
-        batch, trees.root_logits, expand, max_depths, drafter.runner.draft_to_target
-    )
+    theirs = drafter.builder.build(batch, trees.root_logits, expand, drafter.runner.draft_to_target)
     assert levels_built == [len(levels)]
     assert ours is not None and theirs is not None and sum(ours.num_nodes) > 12
     if max_depths == [9, 9, 9]:  # the most that trees may have, or less
@@ -102,9 +101,9 @@ def test_logits_that_are_not_finite_make_no_draft(
     _, llm, drafter = eagle_llm(monkeypatch, kernels=True, max_batch=1)
     builder, batch = builder_and_batch(llm, drafter, [PROMPT])
     drafter.head.lm_head.weight[5] = value  # one token's logit
-    assert builder.build(batch, [True], [9], drafter.builder) is None
+    assert builder.build(batch, [True], drafter.builder) is None
     drafter.head.norm.weight[5] = value  # all of them
-    assert builder.build(batch, [True], [9], drafter.builder) is None
+    assert builder.build(batch, [True], drafter.builder) is None
 
 
 @torch.inference_mode()
@@ -115,7 +114,7 @@ def test_a_tree_ends_where_another_level_would_not_pay(monkeypatch: pytest.Monke
     sizes = []
     for seconds in (0.0, 1e9):
         monkeypatch.setattr(drafter.builder, "level_seconds", seconds)
-        draft = builder.build(batch, [True], [9], drafter.builder)
+        draft = builder.build(batch, [True], drafter.builder)
         assert draft is not None
         sizes.append(draft.num_nodes[0])
     assert sizes[0] > sizes[1] == 1 + 4  # the root's children cost nothing more

@@ -63,7 +63,6 @@ class CpuTreeBuilder:
         self,
         batch: Batch,
         has_inputs: Sequence[bool],
-        max_depths: Sequence[int],
         builder: TreeBuilder,
     ) -> Draft | None:
         """The draft that `builder` would build, which measures the time of its levels."""
@@ -85,7 +84,7 @@ class CpuTreeBuilder:
             "cos": runner.cos_sin[0],
             "sin": runner.cos_sin[1],
             "root_entries": torch.tensor(root_entries),
-            "max_depths": torch.tensor(max_depths),
+            "max_depths": torch.tensor(batch.max_depths),
             "num_nodes": num_nodes,
             "tokens": tokens,
             "parents": parents,

@@ -20,7 +20,13 @@ from draftahead.backends.cpu.threads import one_thread
 from draftahead.core import tree as trees
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, Verdict
-from draftahead.drafters.base import DeviceDrafter, DrafterContext, as_built, positive_int
+from draftahead.drafters.base import (
+    DeviceDrafter,
+    DrafterContext,
+    as_built,
+    positive_int,
+    with_drafts_for,
+)
 from draftahead.drafters.eagle import io
 from draftahead.drafters.eagle.cpu_trees import CpuTreeBuilder
 from draftahead.drafters.eagle.cuda_head import TreePlan
@@ -86,22 +92,19 @@ class Eagle(DeviceDrafter):
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
         has_inputs = _has_inputs(batch)
-        depths = zip(batch.max_depths, has_inputs, strict=True)
-        max_depths = [max_depth if has_input else 0 for max_depth, has_input in depths]
-        if not any(max_depths):
+        batch = with_drafts_for(batch, has_inputs)
+        if not any(batch.max_depths):
             return None
         self._launched = self.launch(batch)
-        return self._launched or self._build(batch, has_inputs, max_depths)
+        return self._launched or self._build(batch, has_inputs)
 
     # ------------------------------------------------------------------ drafts level by level
 
     @one_thread()
-    def _build(
-        self, batch: Batch, has_inputs: Sequence[bool], max_depths: Sequence[int]
-    ) -> Draft | None:
+    def _build(self, batch: Batch, has_inputs: Sequence[bool]) -> Draft | None:
         by_kernels = self.cpu_builder
         if self.adaptive and by_kernels is not None and by_kernels.supports(batch, self.builder):
-            return by_kernels.build(batch, has_inputs, max_depths, self.builder)
+            return by_kernels.build(batch, has_inputs, self.builder)
         forward = TreeForward(self.runner, self.prefill, batch.sequences, has_inputs)
         logits, draft_to_target = forward.root_logits, self.runner.draft_to_target
         if not self.adaptive and self.tree is None:
@@ -112,11 +115,11 @@ class Eagle(DeviceDrafter):
                 return scatter_to_vocab(logits, draft_to_target, vocab_size), None
 
             logits = scatter_to_vocab(logits, draft_to_target, vocab_size)
-            sampled_chain(batch, self.count, logits, None, feed, max_depths)
+            sampled_chain(batch, self.count, logits, None, feed)
             return None  # the draft sampler holds the draft
         if not self.adaptive:
             batch = dataclasses.replace(batch, step_cost=None)  # builds all levels
-        draft = self.builder.build(batch, logits, forward.expand, max_depths, draft_to_target)
+        draft = self.builder.build(batch, logits, forward.expand, draft_to_target)
         if self.tree is None or draft is None or draft.confidence is None:
             return draft
         part = draft.subset([trees.most_confident(own, self.tree) for own in draft.confidence])

@@ -23,7 +23,7 @@ from draftahead.backends.cpu.threads import one_thread
 from draftahead.core.device import small_tensor
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
-from draftahead.drafters.base import Drafter, DrafterContext, positive_int
+from draftahead.drafters.base import Drafter, DrafterContext, positive_int, with_drafts_for
 from draftahead.drafters.candidates import DEFAULT_TREE_NODES
 from draftahead.drafters.medusa import io
 from draftahead.drafters.medusa.heads import MedusaHeads
@@ -85,19 +85,16 @@ class Medusa(Drafter):
 
     @one_thread()
     def propose(self, batch: Batch) -> Draft | None:
-        max_depths = [
-            max_depth if sequence.num_generated else 0
-            for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True)
-        ]
-        if not any(max_depths):
+        batch = with_drafts_for(batch, [s.num_generated > 0 for s in batch.sequences])
+        if not any(batch.max_depths):
             return None
         logits = self._logits(batch)
         if self.count is None:
-            return self._build_trees(batch, logits, max_depths)
+            return self._build_trees(batch, logits)
         draft_to_target, vocab_size = self.heads.draft_to_target, self.target.vocab_size
         by_head = (scatter_to_vocab(x, draft_to_target, vocab_size) for x in logits.unbind(1))
         first = next(by_head)
-        sampled_chain(batch, self.count, first, None, lambda _: (next(by_head), None), max_depths)
+        sampled_chain(batch, self.count, first, None, lambda _: (next(by_head), None))
         return None  # the draft sampler holds the draft
 
     def _logits(self, batch: Batch) -> Tensor:
@@ -109,9 +106,9 @@ class Medusa(Drafter):
         with self._linears.patched():
             return self.heads.logits(hidden, self.lm_head)[..., : self.target.vocab_size]
 
-    def _build_trees(self, batch: Batch, logits: Tensor, max_depths: Sequence[int]) -> Draft | None:
+    def _build_trees(self, batch: Batch, logits: Tensor) -> Draft | None:
         trees, confidence = [], []
-        for heads in self._candidates(batch, logits, max_depths):
+        for heads in self._candidates(batch, logits):
             nodes = self._tree([probs for probs, _ in heads])
             tokens = [heads[len(node.path) - 1][1][node.path[-1]] for node in nodes]
             trees.append([(t, node.parent) for t, node in zip(tokens, nodes, strict=True)])
@@ -126,11 +123,11 @@ class Medusa(Drafter):
         return likeliest_tree(probs, self.max_nodes, MIN_PRODUCT if self.adaptive else 0.0)
 
     def _candidates(
-        self, batch: Batch, logits: Tensor, max_depths: Sequence[int]
+        self, batch: Batch, logits: Tensor
     ) -> list[list[tuple[list[float], list[int]]]]:
         """For each sequence and each head up to its depth: the probabilities of the best
         candidates, and their tokens. Reads back once."""
-        num_heads = [min(len(self.heads), max_depth) for max_depth in max_depths]
+        num_heads = [min(len(self.heads), max_depth) for max_depth in batch.max_depths]
         pairs = [(b, head) for b, count in enumerate(num_heads) for head in range(count)]
         chains = self._assumed_chains(batch, logits)
         paths = [tuple(chains[b][:head]) for b, head in pairs]
