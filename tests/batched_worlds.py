@@ -14,7 +14,6 @@ from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import Batch, Exact, ForwardOutput, Verdict
 from draftahead.sampling import accept
-from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import (
     NodeContext,
     RngStream,
@@ -25,7 +24,7 @@ from draftahead.sampling.noise import (
     uniforms,
 )
 from draftahead.sampling.processors import probs_of
-from toy import PLAIN, VOCAB_SIZE, World
+from toy import PLAIN, VOCAB_SIZE, World, sampler_for
 
 Tree = list[tuple[int, int]]  # (token, parent) of each node below the root
 
@@ -66,7 +65,7 @@ class BatchedWorlds:
         if sampled:
             self.draft = dataclasses.replace(self.draft, probs=probs)
         depths = (9,) * len(trees)
-        sampler = RecordedDraftSampler(self.sequences, depths, VOCAB_SIZE, exact)
+        sampler = sampler_for(self.sequences, depths, VOCAB_SIZE, exact)
         self.batch = Batch(tuple(self.sequences), depths, sampler, exact)
 
     def accept(

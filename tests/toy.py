@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from draftahead.core import tree
 from draftahead.core.detokenizer import Detokenizer, no_text
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.core.types import Batch, ForwardOutput, Request, SequenceState
+from draftahead.core.types import Batch, Exact, ForwardOutput, Request, SequenceState
 from draftahead.sampling import accept, draft_sampler, noise, processors
 from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import NodeContext
@@ -77,7 +77,7 @@ class World:
 
     def batch(self, *sequences: SequenceState, max_depth: int = 9) -> Batch:
         depths = (max_depth,) * len(sequences)
-        sampler = RecordedDraftSampler(sequences, depths, VOCAB_SIZE, "distribution")
+        sampler = sampler_for(sequences, depths)
         return Batch(sequences, depths, sampler)
 
     @functools.cache  # noqa: B019
@@ -97,6 +97,16 @@ class World:
                     break
             found[text[:length_used]] = probability  # the same for all continuations of it
         return {text: p for text, p in found.items() if p > 0}
+
+
+def sampler_for(
+    sequences: Sequence[SequenceState],
+    max_depths: Sequence[int],
+    vocab_size: int = VOCAB_SIZE,
+    exact: Exact = "distribution",
+) -> RecordedDraftSampler:
+    batch = Batch(tuple(sequences), tuple(max_depths), exact=exact)
+    return RecordedDraftSampler(batch, vocab_size)
 
 
 @contextmanager
@@ -164,7 +174,7 @@ def sampled_drafts(
     END. `choose`: "argmax" takes the most likely token instead of a sample, which is wrong."""
     for forced in itertools.product(range(VOCAB_SIZE), repeat=depth):
         sequence = world.sequence()
-        sampler = RecordedDraftSampler([sequence], [depth], VOCAB_SIZE, "distribution")
+        sampler = sampler_for([sequence], [depth])
         probability = 1.0
         for token in forced:
             path = tuple(sampler.chains[0])

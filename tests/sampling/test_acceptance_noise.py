@@ -9,9 +9,8 @@ from torch import Tensor
 from batched_worlds import chain, identical_drafts
 from draftahead.core.types import Batch, ForwardOutput
 from draftahead.sampling import accept, noise
-from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import NodeContext, rng_key, target_rng_key
-from toy import PLAIN, VOCAB_SIZE, World
+from toy import PLAIN, VOCAB_SIZE, World, sampler_for
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
@@ -36,7 +35,7 @@ def test_no_two_uses_of_noise_share_a_key(
     for number, sequence in enumerate(sequences):
         sequence.rng_key = rng_key(number)
     for _ in range(2):
-        sampler = RecordedDraftSampler(sequences, [2, 2], VOCAB_SIZE, "distribution")
+        sampler = sampler_for(sequences, [2, 2])
         stage = "draft"
         for _ in range(2):
             sampler.draw(torch.zeros(2, VOCAB_SIZE))

@@ -23,7 +23,7 @@ from draftahead.sampling.noise import (
 )
 from draftahead.sampling.processors import probs_of
 from draftahead.sampling.sample import sample_target
-from toy import VOCAB_SIZE, context_of
+from toy import VOCAB_SIZE, context_of, sampler_for
 
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=20, seed=3)
 
@@ -36,7 +36,7 @@ def test_a_node_without_a_distribution_ends_the_chain() -> None:
         return torch.full_like(scores, -torch.inf)
 
     sequence = context_of(processors=[forbid_everything]).sequence
-    sampler = RecordedDraftSampler([sequence], [4], VOCAB_SIZE, "distribution")
+    sampler = sampler_for([sequence], [4])
     sampler.draw(torch.zeros(1, VOCAB_SIZE))
     assert sampler.chains == [[]]
     assert sampler.draft() is None
@@ -44,7 +44,7 @@ def test_a_node_without_a_distribution_ends_the_chain() -> None:
 
 def test_drafts_are_no_deeper_than_max_depths() -> None:
     sequences = [context_of().sequence, context_of().sequence]
-    sampler = RecordedDraftSampler(sequences, [1, 3], VOCAB_SIZE, "distribution")
+    sampler = sampler_for(sequences, [1, 3])
     for _ in range(4):
         sampler.draw(torch.zeros(2, VOCAB_SIZE))
     draft = sampler.draft()
@@ -67,7 +67,7 @@ def sampler_of(
     sequences = [context_of(**one).sequence for one in params]
     for number, sequence in enumerate(sequences):
         sequence.rng_key = rng_key(number)
-    return RecordedDraftSampler(sequences, max_depths or [3] * len(params), VOCAB_SIZE, exact)
+    return sampler_for(sequences, max_depths or [3] * len(params), VOCAB_SIZE, exact)
 
 
 def logits_at(depth: int, batch: int, size: int = VOCAB_SIZE) -> Tensor:
@@ -221,7 +221,7 @@ def test_logits_are_fitted_to_the_vocabulary_and_made_finite(
         return probs_of(logits, contexts)
 
     monkeypatch.setattr(draft_sampler, "probs_of", noted)
-    sampler = RecordedDraftSampler([context_of().sequence], [3], size, "distribution")
+    sampler = sampler_for([context_of().sequence], [3], size)
     sampler.draw(torch.tensor([[1.0, torch.nan, torch.inf, -torch.inf]], dtype=dtype))
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     assert seen[0].dtype == computed

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import zoo
-from draftahead.sampling.draft_sampler import RecordedDraftSampler, scatter_to_vocab
-from toy import context_of
+from draftahead.sampling.draft_sampler import scatter_to_vocab
+from toy import context_of, sampler_for
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 def test_noise_and_penalties_go_by_the_targets_token_ids(penalty: float) -> None:
     """Wherever a token is in the draft vocabulary."""
     sequence = context_of(temperature=0.9, repetition_penalty=penalty).sequence
-    sampler = RecordedDraftSampler([sequence], [4], zoo.VOCABULARY, "distribution")
+    sampler = sampler_for([sequence], [4], zoo.VOCABULARY)
     tokens = torch.randperm(zoo.VOCABULARY, generator=torch.Generator().manual_seed(0))[:30]
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
     paths, whole = [(), (int(tokens[7]),)], scatter_to_vocab(logits, tokens, zoo.VOCABULARY)

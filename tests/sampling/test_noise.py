@@ -14,7 +14,6 @@ from scipy import stats as scipy_stats
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import Batch, ForwardOutput
 from draftahead.sampling import accept, draft_sampler, noise
-from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import (
     NodeContext,
     RngStream,
@@ -25,7 +24,7 @@ from draftahead.sampling.noise import (
     uniforms,
     uniforms_at,
 )
-from toy import PLAIN, VOCAB_SIZE, World
+from toy import PLAIN, World, sampler_for
 
 
 def test_uniforms_are_uniform_and_keyed() -> None:
@@ -125,7 +124,7 @@ def first_token_error(rule: accept.AcceptanceRule, seed: int, num_texts: int) ->
     for number in range(num_texts):
         sequences.append(world.sequence())
         sequences[-1].rng_key = rng_key(seed, number)
-    sampler = RecordedDraftSampler(sequences, [depth] * num_texts, VOCAB_SIZE, "distribution")
+    sampler = sampler_for(sequences, [depth] * num_texts)
     for _ in range(depth):
         paths = [world.prompt + tuple(chain) for chain in sampler.chains]
         sampler.draw(torch.stack([world.logits("drafter", path) for path in paths]))

@@ -15,7 +15,7 @@ from draftahead.core.types import Exact
 from draftahead.sampling.draft_sampler import RecordedDraftSampler, scatter_to_vocab
 from draftahead.sampling.noise import NodeContext, rng_key, target_rng_key, uniforms
 from draftahead.sampling.sample import sample_target
-from toy import VOCAB_SIZE, context_of
+from toy import VOCAB_SIZE, context_of, sampler_for
 
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=20, seed=3)
 GREEDY: dict[str, Any] = {"temperature": 0.0}
@@ -27,7 +27,7 @@ def sampler_of(
     sequences = [context_of(**one).sequence for one in params]
     for number, sequence in enumerate(sequences):
         sequence.rng_key = rng_key(number)
-    return RecordedDraftSampler(sequences, [3] * len(params), vocab_size, exact)
+    return sampler_for(sequences, [3] * len(params), vocab_size, exact)
 
 
 def random_logits(seed: int, count: int, size: int = VOCAB_SIZE) -> Tensor:
@@ -61,7 +61,7 @@ def test_noise_coupled_topk_is_led_by_the_token_that_the_target_samples() -> Non
         context = context_of(temperature=temperature)
         for path in ((), (1,), (1, 2)):
             logits = torch.randn(1, VOCAB_SIZE, generator=generator)
-            sampler = RecordedDraftSampler([context.sequence], [4], VOCAB_SIZE, "distribution")
+            sampler = sampler_for([context.sequence], [4])
             probs, tokens = sampler.noise_coupled_topk(logits, [0], [path], 2)
             own, _ = sample_target(logits, [context._replace(path=path)])
             assert tokens[0, 0] == own[0]
@@ -72,7 +72,7 @@ def test_noise_coupled_topk_is_led_by_the_token_that_the_target_samples() -> Non
 def test_noise_coupled_topk_over_a_draft_vocabulary(penalty: float) -> None:
     """Noise and penalties go by the target's ids, wherever a token is in the draft vocabulary."""
     sequence = context_of(temperature=0.9, repetition_penalty=penalty).sequence
-    sampler = RecordedDraftSampler([sequence], [4], zoo.VOCABULARY, "distribution")
+    sampler = sampler_for([sequence], [4], zoo.VOCABULARY)
     tokens = torch.randperm(zoo.VOCABULARY, generator=torch.Generator().manual_seed(0))[:30]
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
     paths, whole = [(), (9,)], scatter_to_vocab(logits, tokens, zoo.VOCABULARY)

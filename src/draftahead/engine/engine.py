@@ -49,7 +49,6 @@ class Engine:
         lossless: bool = True,
     ) -> None:
         self.verifier, self.drafter, self.decode = verifier, drafter, decode
-        self.exact: Exact = exact
         self.rule: AcceptanceRule = rule
         self.lossless = lossless
         self.scheduler = Scheduler(verifier, exact)
@@ -125,9 +124,7 @@ class Engine:
 
     def _with_sampler_and_costs(self, batch: Batch) -> Batch:
         """The batch with what a drafter needs: a sampler, and the cost of a forward."""
-        sampler = RecordedDraftSampler(
-            batch.sequences, batch.max_depths, self.verifier.vocab_size, self.exact
-        )
+        sampler = RecordedDraftSampler(batch, self.verifier.vocab_size)
         return replace(batch, sampler=sampler, step_cost=self.policy.costs)
 
     def _propose(self, batch: Batch) -> Draft | DeviceDraft:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from draftahead.core.device import small_tensor
 from draftahead.core.draft import DeviceDraft
-from draftahead.core.types import Exact, SequenceState
+from draftahead.core.types import Batch
 from draftahead.sampling.noise import (
     NodeContext,
     RngStream,
@@ -35,23 +35,13 @@ class RecordedDraftSampler:
     (Gumbel coupling, for more agreement) and no distribution is kept.
     """
 
-    def __init__(
-        self,
-        sequences: Sequence[SequenceState],
-        max_depths: Sequence[int],
-        vocab_size: int,
-        exact: Exact,
-    ) -> None:
-        self.sequences, self.max_depths, self.vocab_size = sequences, max_depths, vocab_size
-        self._all_greedy = all(sequence.is_greedy for sequence in sequences)
-        self.keeps_probs = exact == "distribution" and not self._all_greedy
+    def __init__(self, batch: Batch, vocab_size: int) -> None:
+        self.batch, self.sequences, self.vocab_size = batch, batch.sequences, vocab_size
+        self.keeps_probs = batch.exact == "distribution" and not batch.all_greedy
         self.probs: list[Tensor] = []  # [B, V] per depth
-        # Without processors nothing here depends on which tokens were drawn, so a device can go on
-        # drawing before the host has seen any.
-        self._modifies_logits = any(sequence.modifies_logits for sequence in sequences)
         self._drawn: list[Tensor] = []  # [B] per depth
-        self._lengths = [0] * len(sequences)  # of each chain
-        self._active = [max_depth > 0 for max_depth in max_depths]
+        self._lengths = [0] * len(batch.sequences)  # of each chain
+        self._active = [max_depth > 0 for max_depth in batch.max_depths]
 
     @property
     def chains(self) -> list[list[int]]:
@@ -66,13 +56,12 @@ class RecordedDraftSampler:
         longest = max(self._lengths)
         if not longest:
             return None
-        roots = [sequence.tokens[-1] for sequence in self.sequences]
-        root_tensor = small_tensor(roots, torch.int64, self._drawn[0].device)
+        root_tensor = small_tensor(self.batch.roots, torch.int64, self._drawn[0].device)
         tokens = torch.stack([root_tensor, *self._drawn[:longest]], 1)
         probs = None
         if self.keeps_probs:  # a leaf has no children
             probs = torch.stack([*self.probs[:longest], torch.zeros_like(self.probs[0])], 1)
-        return DeviceDraft(roots, tokens, [1 + n for n in self._lengths], probs)
+        return DeviceDraft(self.batch.roots, tokens, [1 + n for n in self._lengths], probs)
 
     # --------------------------------------------------------------------------- drawing
 
@@ -87,7 +76,7 @@ class RecordedDraftSampler:
         wanted = active.tolist() if active is not None else [True] * len(self.sequences)
         depth = len(self._drawn)
         tokens, has_token = self._sample(logits, depth, argmax)
-        checks = zip(self._active, wanted, has_token, self.max_depths, strict=True)
+        checks = zip(self._active, wanted, has_token, self.batch.max_depths, strict=True)
         self._active = [a and bool(w) and f and depth < most for a, w, f, most in checks]
         self._lengths = [n + a for n, a in zip(self._lengths, self._active, strict=True)]
         self._drawn.append(tokens)
@@ -98,11 +87,11 @@ class RecordedDraftSampler:
     ) -> tuple[Tensor, list[bool]]:
         """Tokens [B], and which sequences had a distribution: without processors, all."""
         all_true = [True] * len(self.sequences)
-        if self._all_greedy and not self._modifies_logits:
+        if self.batch.all_greedy and not self.batch.modifies_logits:
             if argmax is not None and logits.shape[-1] <= self.vocab_size:
                 return argmax.clamp(min=0), all_true
             return logits[:, : self.vocab_size].argmax(-1), all_true
-        paths = self.chains if self._modifies_logits else [[0] * depth] * len(self.sequences)
+        paths = self.chains if self.batch.modifies_logits else [[0] * depth] * len(self.sequences)
         contexts = [
             NodeContext(sequence, tuple(path))
             for sequence, path in zip(self.sequences, paths, strict=True)
@@ -117,7 +106,7 @@ class RecordedDraftSampler:
             rng_keys = [step_rng_key(RngStream.DRAFT, context) for context in contexts]
             tokens = sample_gumbel(probs, rng_keys)
             self.probs.append(probs)
-        return tokens, has_token.tolist() if self._modifies_logits else all_true
+        return tokens, has_token.tolist() if self.batch.modifies_logits else all_true
 
     # ----------------------------------------------------------- drafting with the target's noise
 
@@ -137,17 +126,17 @@ class RecordedDraftSampler:
         for context in contexts:
             context.sequence.target_noise_used = True
         # Processors take the target's token ids.
-        if draft_to_target is not None and self._modifies_logits:
+        if draft_to_target is not None and self.batch.modifies_logits:
             logits = scatter_to_vocab(logits, draft_to_target, self.vocab_size)
             draft_to_target = None
         size = self.vocab_size if draft_to_target is None else len(draft_to_target)
         logits = process_logits(_fit_to_vocab(logits, size), contexts)
         params = [context.sequence.params for context in contexts]
         temperature = column([p.temperature or 1.0 for p in params], logits)
-        num_candidates = k if self._all_greedy else NOISE_COUPLED_TOKENS
+        num_candidates = k if self.batch.all_greedy else NOISE_COUPLED_TOKENS
         probs, ids = (logits / temperature).softmax(-1).topk(min(num_candidates, logits.shape[-1]))
         ids = ids if draft_to_target is None else draft_to_target[ids]
-        if self._all_greedy:  # no noise is involved
+        if self.batch.all_greedy:  # no noise is involved
             return probs, ids
         noise = -uniforms_at([target_rng_key(context) for context in contexts], ids).log()
         sampled = small_tensor([[not p.is_greedy] for p in params], torch.bool, logits.device)
