@@ -138,16 +138,19 @@ def test_streams_may_be_interleaved(drafted: LLM) -> None:
 def test_tokens_that_another_stream_adds_between_two_chunks_delay_none(
     one_character_tokens: LLM, outputs: list[list[int]]
 ) -> None:
-    """The text has become longer when the second token of a step is looked at."""
+    """All tokens of a step are shown before the next one, although the text has become longer."""
     llm = one_character_tokens
     stream, other = llm.stream(PROMPTS[0], greedy()), llm.stream(PROMPTS[1], greedy())
     shown = [next(stream).token_ids]
-    count = llm.engine.scheduler.running[0].num_generated
+    (sequence,) = llm.engine.scheduler.running
+    count = sequence.num_generated
     next(other)
+    generated = sequence.num_generated
     shown += [next(stream).token_ids for _ in range(1, count)]
+    assert sequence.num_generated == generated
+    assert shown == [[token] for token in outputs[0][:count]]
     stream.close()
     other.close()
-    assert shown == [[token] for token in outputs[0][:count]]
 
 
 def test_a_dropped_stream_frees_its_slot(drafted: LLM) -> None:
