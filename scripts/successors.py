@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from draftahead import LLM
+from draftahead.core.tree import MAX_NODES
 from draftahead.drafters.recycle import SUCCESSORS
-from draftahead.models.verifier import MAX_NODES
 
 NODES_PER_FORWARD = MAX_NODES - 1  # without the root
 

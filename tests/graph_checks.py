@@ -14,7 +14,7 @@ from draftahead.models.runner import ModelRunner
 
 def eager(runner: ModelRunner) -> ModelRunner:
     """With every forward, prefill and move run as the model's own code does it."""
-    runner._backend = runner._prefill = runner.cache.compactor = None
+    runner._backend = runner._prefill = runner.cache.graphed_copy = None
     return runner
 
 

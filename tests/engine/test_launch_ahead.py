@@ -85,11 +85,11 @@ def test_entries_of_an_interrupted_move_are_computed_again(target: Any) -> None:
         raise KeyboardInterrupt
 
     last = len(cache.tokens_in[0]) - 1
-    cache.compactor, cache._pending = interrupted, {(0, last - 1): last}
+    cache.graphed_copy, cache._pending = interrupted, {(0, last - 1): last}
     with pytest.raises(KeyboardInterrupt):
-        cache.flush()
+        cache.compact()
     assert len(cache.tokens_in[0]) == last - 1
-    cache.compactor = None
+    cache.graphed_copy = None
     for stored in cache.tensors():
         stored[:, 0, :, last - 1 :] = 7.0
     while sequence.finish_reason is None:

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftahead.backends.cuda.layers import CudaLayers, KVSplits, NodeBlock, power_of_two
+from draftahead.backends.cuda.layers import (
+    CudaAttentionMetadata,
+    CudaLayers,
+    KVSplits,
+    next_power_of_two,
+)
 from interpreted.plain import (
     DTYPES,
     ancestor_bits,
@@ -46,7 +51,7 @@ def test_unpack_trees(dtype: torch.dtype) -> None:
     tokens, depths, ancestors = (torch.full((3, num_nodes), -7) for _ in range(3))
     made.launch(
         made.kernels.unpack_trees, 3, roots=roots, trees=trees, tokens=tokens, depths=depths,
-        ancestors=ancestors, vocab_size=300, NODES=num_nodes, BLOCK=power_of_two(num_nodes),
+        ancestors=ancestors, vocab_size=300, NODES=num_nodes, BLOCK=next_power_of_two(num_nodes),
     )  # fmt: skip
     for b in range(3):
         given, given_parents = trees[b].tolist()
@@ -117,7 +122,7 @@ def argmax(made: CudaLayers, count: int, tiles: int) -> list[int]:
     best = torch.empty(count, dtype=torch.int64)
     made.launch(
         made.kernels.argmax, count, tile_max=made.tile_max, tile_argmax=made.tile_argmax,
-        best=best, tiles=tiles, BLOCK=power_of_two(tiles),
+        best=best, tiles=tiles, BLOCK=next_power_of_two(tiles),
     )  # fmt: skip
     found: list[int] = best.tolist()
     return found
@@ -248,12 +253,12 @@ def test_attend_and_combine_splits(case: str, dtype: torch.dtype) -> None:
     for number, stored in enumerate((cache.keys[0], cache.values[0])):
         stored.copy_(noise(*stored.shape, seed=10 + number))
     copies = [stored.clone() for stored in (cache.keys[0], cache.values[0])]
-    block = NodeBlock(
+    metadata = CudaAttentionMetadata(
         torch.tensor([1]), torch.tensor(counts), torch.tensor([depths_of(parents)] * 2),
         torch.tensor([ancestor_bits(parents)] * 2), num_nodes, num_earlier,
     )  # fmt: skip
     scratch = scratch_for(made, count, splits)
-    made._attend(0, made.spec.layers[0], block, KVSplits(1, splits, blocks), scratch)
+    made._attend(0, made.spec.layers[0], metadata, KVSplits(1, splits, blocks), scratch)
     for b, num_cached in enumerate(counts):
         slot, held = 1 + b, num_cached + num_earlier
         earlier = [(copies[0][slot, :, at], copies[1][slot, :, at]) for at in range(held)]
@@ -277,18 +282,18 @@ def test_drafted_nodes_that_are_not_finite_are_not_stored(dtype: torch.dtype) ->
     made.qkv[2, start + 3], made.qkv[2, start + kv_size + 9] = torch.nan, torch.inf
     made.qkv[0, start + kv_size] = torch.nan
     parents = [-1, 0, 0, 1]
-    block = NodeBlock(
+    metadata = CudaAttentionMetadata(
         torch.tensor([1]), torch.tensor([20]), torch.tensor([depths_of(parents)]),
         torch.tensor([ancestor_bits(parents)]), 4,
     )  # fmt: skip
     scratch = scratch_for(made, 4, 1)
-    made._attend(0, made.spec.layers[0], block, KVSplits(0, 1, 1), scratch)
+    made._attend(0, made.spec.layers[0], metadata, KVSplits(0, 1, 1), scratch)
     keys, values = (stored[0, :, 20:24] for stored in (made.cache.keys[0], made.cache.values[0]))
     assert bool(keys.isfinite().all())
     assert float(values[0, 2, 9]) == 0.0 and bool(values[0, 0, 0].isnan())
     # A node with a NaN of its own is lost; its siblings must not be.
     made.qkv[0] = qkv[1]
-    made._attend(0, made.spec.layers[0], block, KVSplits(0, 1, 1), scratch)
+    made._attend(0, made.spec.layers[0], metadata, KVSplits(0, 1, 1), scratch)
     assert bool(made.attended[[0, 1, 3]].isfinite().all())
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftahead.backends.cuda.layers import power_of_two
+from draftahead.backends.cuda.layers import next_power_of_two
 from draftahead.core.draft import CONFIDENCE_SCALE
 from draftahead.drafters.eagle import cuda_kernels as kernels
 from draftahead.sampling.noise import uniforms
@@ -251,7 +251,7 @@ def with_children(
     kernels.add_children[(BATCH, PER_LEVEL if level else 1)](
         **common_arguments(pool, level, logits, draft_to_target), tile_max=largest,
         tile_sums=(wide - largest[..., None]).exp().sum(-1), tiles=tiles,
-        TILES=power_of_two(tiles), TILE=tile,
+        TILES=next_power_of_two(tiles), TILE=tile,
     )  # fmt: skip
     return pool, batch
 

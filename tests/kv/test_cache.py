@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftahead.core.device import Device
 from draftahead.errors import CacheMemoryError
 from draftahead.kv import cache as kv
 from draftahead.kv.cache import CacheView, KVCache, KVShapeProbe, LayerKVShape, Move, SlotOwners
@@ -87,7 +88,7 @@ def test_a_new_cache_is_zero_and_aligned(dtype: torch.dtype) -> None:
 
 def test_a_cache_larger_than_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def free(size: int | None) -> None:
-        monkeypatch.setattr(kv, "free_memory", lambda device: size)
+        monkeypatch.setattr(Device, "free_memory", lambda device: size)
 
     needed, hidden = empty(torch.float32).bytes, SLOTS * ENTRIES * HIDDEN * 4
     free(needed)
@@ -150,27 +151,27 @@ COMMITS = {
 
 
 @pytest.mark.parametrize("commit", COMMITS)
-@pytest.mark.parametrize("compactor", [None, True, False], ids=["none", "works", "cannot"])
-def test_entries_of_an_accepted_path_move_up(compactor: bool | None, commit: str) -> None:
-    """In all layers and in the hidden states, for several slots at once; by a compactor where there
-    is one and it can."""
+@pytest.mark.parametrize("graphed_copy", [None, True, False], ids=["none", "works", "cannot"])
+def test_entries_of_an_accepted_path_move_up(graphed_copy: bool | None, commit: str) -> None:
+    """In all layers and in the hidden states, for several slots at once; by a CUDA graph where
+    there is one and it can."""
     cache = filled()
     first_slot, paths, tokens, moves = COMMITS[commit]
     expected, called = contents(cache), list[Move]()
 
-    def compact(moves: Sequence[Move]) -> bool:
+    def copy(moves: Sequence[Move]) -> bool:
         called.extend(moves)
-        if compactor:
-            kv.compact(cache.tensors(), *torch.tensor(moves).T)
-        return bool(compactor)
+        if graphed_copy:
+            kv.copy_entries(cache.tensors(), *torch.tensor(moves).T)
+        return bool(graphed_copy)
 
-    if compactor is not None:
-        cache.compactor = compact
+    if graphed_copy is not None:
+        cache.graphed_copy = copy
     for slot, path in enumerate(paths, first_slot):
         length = len(cache.tokens_in[slot])
         expected = [committed_by_hand(stored, slot, length, path) for stored in expected]
     cache.commit(paths, tokens, first_slot=first_slot)
-    if compactor is not None:  # deferred: the contents of an entry lie elsewhere
+    if graphed_copy is not None:  # deferred: the contents of an entry lie elsewhere
         assert not called
         everywhere = [(slot, entry) for slot in range(SLOTS) for entry in range(ENTRIES)]
         lie = {at: cache.physical_entry(*at) for at in everywhere}
@@ -178,7 +179,7 @@ def test_entries_of_an_accepted_path_move_up(compactor: bool | None, commit: str
     for found, wanted in zip(contents(cache), expected, strict=True):
         for slot, length in enumerate((4, 6)):
             assert torch.equal(found[:, slot, :, : length + 3], wanted[:, slot, :, : length + 3])
-    if compactor is not None:
+    if graphed_copy is not None:
         assert sorted(called) == moves
     lengths = [4, 6, 0]
     for slot, new in enumerate(tokens, first_slot):
@@ -190,22 +191,22 @@ def test_entries_of_an_accepted_path_move_up(compactor: bool | None, commit: str
 
 def test_committing_a_chain_moves_nothing() -> None:
     cache = filled()
-    before, version, called = contents(cache), cache.version, list[Sequence[Move]]()
-    cache.compactor = lambda moves: bool(called.append(moves)) or True
+    before, version, called = contents(cache), cache.write_count, list[Sequence[Move]]()
+    cache.graphed_copy = lambda moves: bool(called.append(moves)) or True
     cache.commit([[0, 1, 2], [0]], [[7, 8, 9], [3]])
     assert not called
-    assert cache.version == version + 1
+    assert cache.write_count == version + 1
     assert all(map(torch.equal, contents(cache), before))
 
 
 def test_entries_of_the_first_layers_can_be_moved_alone() -> None:
     cache = filled()
-    before, hidden, version = contents(cache), cache.hidden, cache.version
+    before, hidden, version = contents(cache), cache.hidden, cache.write_count
     assert hidden is not None
     hidden = hidden.clone()
-    cache.move([(0, 1, 3)], layers=1)
-    assert cache.version == version + 1
-    cache.move([], layers=1)
+    cache.move_nodes([(0, 1, 3)], 1)
+    assert cache.write_count == version + 1
+    cache.move_nodes([], 1)
     for found, old in ((cache.keys[0], before[0][0]), (cache.values[0], before[1][0])):
         assert torch.equal(found[0, :, 5], old[0, :, 7])
         assert torch.equal(found[1], old[1])
@@ -222,20 +223,20 @@ def test_an_interrupted_move_cuts_the_slots_before_the_moved_entries() -> None:
         raise KeyboardInterrupt
 
     cache = filled()
-    cache.compactor = interrupted
+    cache.graphed_copy = interrupted
     cache.commit([[0, 2, 5], [0, 1]], [[7, 8, 9], [3, 4]])
     with pytest.raises(KeyboardInterrupt):
-        cache.flush()
+        cache.compact()
     assert cache.tokens_in[0] == [0, 1, 2, 3, 7]
     assert cache.tokens_in[1] == [100, 101, 102, 103, 104, 105, 3, 4]
-    cache.flush()  # and it is not tried again
+    cache.compact()  # and it is not tried again
 
 
 CHANGES: dict[str, Callable[[KVCache], object]] = {
     "a swap": lambda cache: cache.swap_slots(0, 2),
     "a copy": lambda cache: cache.copy_slot(0, 2),
     "another slot cleared": lambda cache: cache.clear_slot(1),
-    "another move": lambda cache: cache.move([], None),
+    "another move": lambda cache: cache.move_nodes([], 1),
 }
 
 
@@ -244,7 +245,7 @@ def test_deferred_moves_are_carried_out_before_a_slot_changes(change: str) -> No
     cache = filled()
     expected = [committed_by_hand(stored, 0, 4, [0, 2]) for stored in contents(cache)]
     called = list[Sequence[Move]]()
-    cache.compactor = lambda moves: bool(called.append(moves))
+    cache.graphed_copy = lambda moves: bool(called.append(moves))
     cache.commit([[0, 2]], [[7, 8]])
     CHANGES[change](cache)
     assert called == [[(0, 5, 6)]]
@@ -261,7 +262,7 @@ def test_swapped_slots_exchange_all_that_they_hold(one: int, other: int) -> None
     """Keys, values, hidden states, tokens, and which frequencies rotated them (long RoPE)."""
     cache = filled()
     cache.long_rope = [True, False, False]
-    before, version = contents(cache), cache.version
+    before, version = contents(cache), cache.write_count
     held, long_rope = list(cache.tokens_in), list(cache.long_rope)
     cache.swap_slots(one, other)
     origins = [0, 1, 2]
@@ -272,21 +273,21 @@ def test_swapped_slots_exchange_all_that_they_hold(one: int, other: int) -> None
         length = len(held[origin])
         for found, old in zip(cache.tensors(), before, strict=True):
             assert torch.equal(found[:, slot, :, :length], old[:, origin, :, :length])
-    assert cache.version == version + (one != other)
+    assert cache.write_count == version + (one != other)
 
 
 @pytest.mark.parametrize(("source", "to"), [(0, 1), (1, 0), (1, 2), (0, 0)])
 def test_a_copied_slot_holds_what_its_source_holds(source: int, to: int) -> None:
     cache = filled()
     cache.long_rope = [True, False, True]
-    before, version = contents(cache), cache.version
+    before, version = contents(cache), cache.write_count
     held, long_rope = list(cache.tokens_in), list(cache.long_rope)
     cache.copy_slot(source, to)
     length = len(held[source])
     assert cache.tokens_in[to] == held[source]
     assert cache.tokens_in[to] is not cache.tokens_in[source] or source == to
     assert cache.long_rope[to] == long_rope[source]
-    assert cache.version == version + (source != to)
+    assert cache.write_count == version + (source != to)
     for found, old in zip(cache.tensors(), before, strict=True):
         assert torch.equal(found[:, to, :, :length], old[:, source, :, :length])
         for slot in {0, 1, 2} - {to}:
@@ -296,12 +297,12 @@ def test_a_copied_slot_holds_what_its_source_holds(source: int, to: int) -> None
 def test_a_cleared_slot_is_zero_from_end_to_end() -> None:
     """Also behind its tokens: KV of a drafted token that was not finite may lie there."""
     cache = filled()
-    before, version = contents(cache), cache.version
+    before, version = contents(cache), cache.write_count
     for stored in cache.tensors():
         stored[:, 1, :, 9:] = torch.nan
     cache.clear_slot(1)
     assert cache.tokens_in == [[0, 1, 2, 3], [], []]
-    assert cache.version == version + 1
+    assert cache.write_count == version + 1
     for found, old in zip(cache.tensors(), before, strict=True):
         assert not found[:, 1].any()
         assert torch.equal(found[:, [0, 2]], old[:, [0, 2]])
@@ -341,14 +342,14 @@ def test_slot_owners_bring_a_sequences_entries_to_its_slot() -> None:
     cache = filled((4, 6, 2))
     owners = SlotOwners(cache)
     assert owners.sequences == [-1, -1, -1]
-    assert not owners.place(70, 0)
-    assert not owners.place(71, 1)
-    assert owners.place(70, 0)
+    assert not owners.claim(70, 0)
+    assert not owners.claim(71, 1)
+    assert owners.claim(70, 0)
     assert cache.tokens_in[0][0] == 0
-    assert owners.place(71, 0)  # it moves to the front, the other to where it was
+    assert owners.claim(71, 0)  # it moves to the front, the other to where it was
     assert owners.sequences == [71, 70, -1]
     assert [held[0] for held in cache.tokens_in] == [100, 0, 200]
-    assert not owners.place(72, 1)
+    assert not owners.claim(72, 1)
     assert owners.sequences == [71, 72, -1]
     assert [held[0] for held in cache.tokens_in] == [100, 0, 200]
 

@@ -8,7 +8,7 @@ import pytest
 
 import zoo
 from draftahead import LLM, SamplingParams, errors
-from draftahead.kv import cache
+from draftahead.core.device import Device
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -170,7 +170,7 @@ def test_bad_options_of_the_llm() -> None:
 
 
 def test_cache_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(Device, "free_memory", lambda device: 1 << 20)
     with pytest.raises(
         errors.CacheMemoryError, match=r"needs 0\.\d+ GiB \(64 slots.*lower max_batch"
     ):

@@ -81,6 +81,6 @@ def require(holds: bool, reason: str, faster: str | None = None) -> None:
         raise UnsupportedSpecError(reason, faster)
 
 
-def is_plain(weight: Tensor, dtype: torch.dtype, device: str) -> bool:
+def kernels_can_read(weight: Tensor, dtype: torch.dtype, device: str) -> bool:
     """Whether kernels can read a tensor by its address."""
     return weight.dtype == dtype and weight.is_contiguous() and weight.device.type == device

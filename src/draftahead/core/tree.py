@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+MAX_NODES = 64  # of a tree, the root included: ancestors are the bits of one word
+
 
 def chain(num_nodes: int) -> list[int]:
     """Parents of a tree without branches."""

@@ -115,7 +115,7 @@ class DraftModel(Drafter):
         """Computes what each slot lacks."""
         cache, missing = self.runner.cache, []
         for slot, sequence in enumerate(batch.sequences):
-            self._owners.place(sequence.id, slot)
+            self._owners.claim(sequence.id, slot)
             tokens = sequence.tokens if fits[slot] else [0]  # too long: the slot idles
             held, length = cache.matching_prefix(slot, tokens[:-1]), len(tokens)
             rotates_alike = cache.long_rope[slot] == self.runner.is_long_rope(length)

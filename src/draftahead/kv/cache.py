@@ -31,7 +31,7 @@ class LayerKVShape(NamedTuple):
     value_dim: int
 
 
-Move = tuple[int, int, int]  # slot, to, from
+Move = tuple[int, int, int]  # slot, to, from: nodes, or entries
 
 
 class KVCache:
@@ -71,11 +71,11 @@ class KVCache:
         # The tokens whose KV entries each slot holds, from entry 0: its length, and what of it can
         # be reused.
         self.tokens_in: list[list[int]] = [[] for _ in range(num_slots)]
-        self.version = 0  # counts changes of entries other than by forwards
+        self.write_count = 0  # changes of entries other than by forwards
         self.long_rope = [False] * num_slots  # which frequencies rotated a slot: see runner.py
-        # A faster way to move entries on a device; False where it cannot. Where there is one, KV
-        # compaction is deferred until the cache is next read: (slot, to) -> from.
-        self.compactor: Callable[[Sequence[Move]], bool] | None = None
+        # Copies entries by a CUDA graph; False if it cannot. Where there is one, KV compaction is
+        # deferred until the cache is next read: `_pending` (slot, to) -> from.
+        self.graphed_copy: Callable[[Sequence[Move]], bool] | None = None
         self._pending: dict[tuple[int, int], int] = {}
 
     def allocate_hidden(self, size: int) -> None:
@@ -98,7 +98,7 @@ class KVCache:
     def tensors(self, layers: int | None = None) -> list[Tensor]:
         """All that is stored, as tensors [parts, slots, heads, entries, dim]; or the keys and
         values of the first few layers."""
-        self.flush()
+        self.compact()
         if layers is not None:
             counts = Counter(self._sizes[: 2 * layers])
             return [self._stacks[size][:count] for size, count in counts.items()]
@@ -122,56 +122,54 @@ class KVCache:
 
         A chain's entries lie where they belong already; those of a tree are moved up.
         """
+        self.compact()
+        self.write_count += 1
         moves = [
             (slot, to, node)
             for slot, path in enumerate(paths, first_slot)
             for to, node in enumerate(path)
             if to != node
         ]
-        if moves or self._pending:
-            self.move(moves)
-            if self.compactor is None:
-                self.flush()
+        self._pending = self._entries(moves)
+        if self.graphed_copy is None:
+            self.compact()
         for slot, new in enumerate(tokens, first_slot):
             self.tokens_in[slot].extend(new)
-        self.version += 1
 
-    def move(self, moves: Sequence[Move], layers: int | None = None) -> None:
-        """Moves the entries of nodes behind the length of their slot: all that is stored of them,
-        or the keys and values of the first few layers."""
-        self.flush()
-        self.version += 1
-        lengths = [len(held) for held in self.tokens_in]
-        entries = {(slot, lengths[slot] + to): lengths[slot] + node for slot, to, node in moves}
-        if layers is None:
-            self._pending = entries
-        elif entries:
-            self._move(entries, layers)
+    def move_nodes(self, moves: Sequence[Move], num_layers: int) -> None:
+        """Moves keys and values of the first layers only, of nodes behind the slots' lengths."""
+        self.compact()
+        self.write_count += 1
+        self._copy(self._entries(moves), num_layers)
 
     def physical_entry(self, slot: int, entry: int) -> int:
-        """Where the contents of an entry lie while their move is deferred."""
+        """Where the contents of an entry lie while their compaction is deferred."""
         return self._pending.get((slot, entry), entry)
 
-    def flush(self) -> None:
-        """Carries out deferred moves. If that is interrupted, it is unknown what was moved, and the
-        slots no longer hold these tokens."""
+    def compact(self) -> None:
+        """Runs a deferred compaction. If it is interrupted, it is unknown what was moved: the slots
+        forget the tokens from the first moved one on."""
         if self._pending:
             entries, self._pending = self._pending, {}
             try:
-                self._move(entries, None)
+                self._copy(entries, None)
             except BaseException:
                 for slot, to in entries:
                     del self.tokens_in[slot][to:]
                 raise
 
-    def _move(self, entries: dict[tuple[int, int], int], layers: int | None) -> None:
+    def _entries(self, moves: Sequence[Move]) -> dict[tuple[int, int], int]:
+        """Moves of nodes as moves of entries: (slot, to) -> from."""
+        lengths = {slot: len(self.tokens_in[slot]) for slot, _, _ in moves}
+        return {(slot, lengths[slot] + to): lengths[slot] + node for slot, to, node in moves}
+
+    def _copy(self, entries: dict[tuple[int, int], int], num_layers: int | None) -> None:
         moves = [(slot, to, source) for (slot, to), source in entries.items()]
-        if layers is None and self.compactor is not None and self.compactor(moves):
+        graphed_copy = self.graphed_copy if num_layers is None else None
+        if not moves or (graphed_copy is not None and graphed_copy(moves)):
             return
-        device = self.keys[0].device
-        compact(
-            self.tensors(layers), *small_tensor(list(zip(*moves, strict=True)), torch.int64, device)
-        )
+        indices = small_tensor(list(zip(*moves, strict=True)), torch.int64, self.keys[0].device)
+        copy_entries(self.tensors(num_layers), *indices)
 
     # ------------------------------------------------------------------------------ whole slots
 
@@ -181,8 +179,8 @@ class KVCache:
         """Slot `to` holds what slot `source` holds."""
         if source == to:
             return
-        self.flush()
-        self.version += 1
+        self.compact()
+        self.write_count += 1
         tokens, self.tokens_in[to] = list(self.tokens_in[source]), []
         for stored in self.tensors():
             stored[:, to, :, : len(tokens)] = stored[:, source, :, : len(tokens)]
@@ -191,8 +189,8 @@ class KVCache:
 
     def clear_slot(self, slot: int) -> None:
         """Zeros a slot whose entries may not be finite: no NaN may stay behind a mask."""
-        self.flush()
-        self.version += 1
+        self.compact()
+        self.write_count += 1
         self.tokens_in[slot].clear()
         for stored in self.tensors():
             stored[:, slot] = 0
@@ -200,8 +198,8 @@ class KVCache:
     def swap_slots(self, one: int, other: int) -> None:
         if one == other:
             return
-        self.flush()
-        self.version += 1
+        self.compact()
+        self.write_count += 1
         tokens, rope = self.tokens_in, self.long_rope
         swapped = tokens[other], tokens[one]
         tokens[one], tokens[other] = [], []
@@ -214,32 +212,31 @@ class KVCache:
         tokens[one], tokens[other] = swapped
 
 
-def compact(tensors: Sequence[Tensor], slots: Tensor, to: Tensor, source: Tensor) -> None:
+def copy_entries(tensors: Sequence[Tensor], slots: Tensor, to: Tensor, source: Tensor) -> None:
     """Entries `to` [M] of slots [M] become copies of entries `source` [M], in all the tensors."""
     for tensor in tensors:
         tensor[:, slots, :, to] = tensor[:, slots, :, source]
 
 
 class SlotOwners:
-    """Which sequence each slot of a drafter's own cache belongs to. Slots follow the batch: what
-    another slot holds for a sequence is swapped in."""
+    """Which sequence each slot of a drafter's own cache belongs to. Slots follow the batch: if a
+    sequence's entries are in another slot, the two slots are swapped."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self.sequences = [-1] * cache.num_slots
 
-    def place(self, sequence: int, slot: int) -> bool:
-        """Whether the slot now holds entries of this sequence, not of another one before it."""
+    def claim(self, sequence: int, slot: int) -> bool:
+        """Gives the slot to a sequence; True if the slot now holds entries of it."""
         owners = self.sequences
         if owners[slot] == sequence:
             return True
-        known = sequence in owners
-        if known:
-            at = owners.index(sequence)
-            self._cache.swap_slots(at, slot)
-            owners[at] = owners[slot]
+        if has_entries := sequence in owners:
+            other = owners.index(sequence)
+            self._cache.swap_slots(other, slot)
+            owners[other] = owners[slot]
         owners[slot] = sequence
-        return known
+        return has_entries
 
 
 def slots_from(first_slot: int | Tensor, entries: Tensor) -> Tensor:
@@ -355,19 +352,19 @@ class CacheView:
 
 
 class KVShapeProbe:
-    """A cache that stores nothing and notes what each layer would store."""
+    """A cache that stores nothing and records the shapes that each layer would store."""
 
     is_compileable = False
 
     def __init__(self) -> None:
-        self.found: dict[int, LayerKVShape] = {}
+        self._by_layer: dict[int, LayerKVShape] = {}
         self.dtype = torch.float32
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         shape = LayerKVShape(key.shape[1], key.shape[3], value.shape[1], value.shape[3])
-        self.found[layer_idx], self.dtype = shape, key.dtype
+        self._by_layer[layer_idx], self.dtype = shape, key.dtype
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -381,7 +378,7 @@ class KVShapeProbe:
 
     @property
     def shapes(self) -> list[LayerKVShape]:
-        return [self.found[layer] for layer in sorted(self.found)]
+        return [self._by_layer[layer] for layer in sorted(self._by_layer)]
 
 
 # ------------------------------------------------------------------------------------- memory
@@ -399,15 +396,10 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _check_memory(needed: int, slots: int, entries: int, device: torch.device) -> None:
-    free = free_memory(device)
+    free = device_of(device).free_memory()
     if free is not None and needed > free:
         raise CacheMemoryError(
             f"the KV cache needs {needed / 2**30:.1f} GiB ({slots} slots of {entries} tokens) "
             f"but {free / 2**30:.1f} GiB are free on {device}: "
             f"lower max_batch (now {slots}) or max_context (now {entries}), or use a smaller dtype"
         )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes free on a device, or None where the system does not tell."""
-    return device_of(device).free_memory()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftahead.backends.base import Backend, CacheSlice, DeviceTree
-from draftahead.backends.cpu.kernels import MAX_NODES
+from draftahead.backends.cpu.kernels import NODES_PER_CALL
 from draftahead.backends.cpu.linear import SmallBatchLinears
 from draftahead.backends.cuda.compaction import GraphedCompaction
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
@@ -114,7 +114,7 @@ class ModelRunner:
         logits are over its draft vocabulary. `offset`: nodes of earlier forwards that these follow
         as a chain, in the entries behind each slot's length.
         """
-        self.cache.flush()
+        self.cache.compact()
         batch, num_nodes = tokens.shape
         num_cached = [len(self.cache.tokens_in[first_slot + b]) + offset for b in range(batch)]
         end = max(num_cached) + num_nodes
@@ -285,7 +285,7 @@ class ModelRunner:
         self.cache.long_rope[slot] = long_rope
         reused = self.cache.matching_prefix(slot, tokens)
         del held[reused:]
-        size = chunk or (MAX_NODES if self.batch_invariant else PREFILL_CHUNK)
+        size = chunk or (NODES_PER_CALL if self.batch_invariant else PREFILL_CHUNK)
         for start in range(reused, len(tokens), size):
             part = list(tokens[start : start + size])
             if chunk or not self._graphed_prefill(slot, part, start):
@@ -302,7 +302,7 @@ class ModelRunner:
 
     def _graphed_prefill(self, slot: int, tokens: list[int], num_cached: int) -> bool:
         """A chunk of a prompt as a CUDA graph, where one was captured."""
-        self.cache.flush()
+        self.cache.compact()
         last = self._last_position(slot)
         return self._prefill is not None and self._prefill.run(slot, tokens, num_cached, last)
 
@@ -349,7 +349,7 @@ class ModelRunner:
     def hidden_states(self, layers: Sequence[int], slots: Tensor, entries: Tensor) -> Tensor:
         """Stored hidden states of the tokens in `entries` [B, N] of `slots` [B]: [B, N, W, H]."""
         assert self.cache.hidden is not None
-        self.cache.flush()
+        self.cache.compact()
         stored = self.cache.hidden[slots[:, None], 0, entries]
         found = stored.view(*entries.shape, len(self._aux_layers), -1)
         if tuple(layers) == self._aux_layers:
@@ -385,7 +385,7 @@ class ModelRunner:
                 f"{type(self.model).__name__} does not run with a cache that can be rolled back "
                 f"({problem}); speculation cannot be exact for it"
             ) from problem
-        if not probe.found:
+        if not probe.shapes:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} stores no keys in the cache it is given; "
                 "speculation cannot be exact for it"
@@ -411,7 +411,7 @@ class ModelRunner:
             self._prefill = GraphedPrefill(
                 type(self.model).__name__, self._model_forward, self.cache
             )
-            self.cache.compactor = GraphedCompaction(self.cache).run
+            self.cache.graphed_copy = GraphedCompaction(self.cache).run
         if backend is not None and self._aux_layers:
             backend.set_aux_layers(self._aux_layers)
         return backend

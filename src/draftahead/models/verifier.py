@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from draftahead.backends.base import DeviceTree
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import CompileTime
+from draftahead.core.tree import MAX_NODES
 from draftahead.core.types import Batch, Exact, ForwardOutput, SequenceState, Verdict
 from draftahead.errors import ReplayUnsupportedError
 from draftahead.models.runner import ModelRunner
 
-MAX_NODES = 64  # of one sequence's draft, the root included: ancestors are the bits of one word
 # Nodes of every forward in replay mode, drafted or not. More allow longer drafts there, and make
 # every forward dearer.
 REPLAY_NODES = 8

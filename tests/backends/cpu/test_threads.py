@@ -12,7 +12,7 @@ import torch
 
 import zoo
 from draftahead import LLM, SamplingParams
-from draftahead.backends.cpu.threads import num_threads, one_thread
+from draftahead.backends.cpu.threads import num_threads, torch_single_threaded
 from draftahead.drafters.tree_builder import TreeBuilder
 from drafted import ALL
 from llama_shaped import llama_shaped
@@ -45,9 +45,9 @@ def numbers_set(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.usefixtures("two_threads")
 def test_one_thread_is_for_torch_and_not_for_our_kernels() -> None:
     assert (torch.get_num_threads(), num_threads()) == (2, 2)
-    with one_thread():
+    with torch_single_threaded():
         assert (torch.get_num_threads(), num_threads()) == (1, 2)
-        with one_thread():
+        with torch_single_threaded():
             assert (torch.get_num_threads(), num_threads()) == (1, 2)
         assert (torch.get_num_threads(), num_threads()) == (1, 2)
     assert (torch.get_num_threads(), num_threads()) == (2, 2)
@@ -56,7 +56,7 @@ def test_one_thread_is_for_torch_and_not_for_our_kernels() -> None:
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_number_is_restored_after_an_exception(error: type[BaseException]) -> None:
-    with pytest.raises(error), one_thread(), one_thread():
+    with pytest.raises(error), torch_single_threaded(), torch_single_threaded():
         raise error
     assert (torch.get_num_threads(), num_threads()) == (2, 2)
 
@@ -77,7 +77,7 @@ def test_another_python_thread_keeps_its_number() -> None:
     thread = threading.Thread(target=other)
     thread.start()
     ready.wait()
-    with one_thread():
+    with torch_single_threaded():
         entered.set()
         left.wait()
     thread.join()

@@ -15,7 +15,7 @@ import torch
 
 from draftahead.backends.base import DeviceTree
 from draftahead.backends.cuda import graphs as graphs_module
-from draftahead.backends.cuda.graphs import GraphPool, Inputs, NodeInputs
+from draftahead.backends.cuda.graphs import ForwardInputs, GraphPool, Inputs
 from draftahead.core.device import CudaDevice
 from emulated_gpu import EmulatedGpu, emulated_gpu
 
@@ -34,7 +34,7 @@ def gpu() -> Iterator[EmulatedGpu]:
 @pytest.mark.parametrize("known", ["all", "shape"])
 def test_a_forward_reads_its_inputs_from_one_block(known: Any) -> None:
     tokens = torch.tensor([[5, 6, 7], [8, 9, 1]])
-    inputs = NodeInputs(2, 3, CPU, known)
+    inputs = ForwardInputs(2, 3, CPU, known)
     inputs.write(tokens, [10, 20], None, 1)
     inputs.copy_to_device()
     assert inputs.num_context_tokens.tolist() == [1]
@@ -52,7 +52,7 @@ def test_a_forward_reads_its_inputs_from_one_block(known: Any) -> None:
 
 def test_of_a_device_tree_only_the_roots_come_from_the_host() -> None:
     trees = torch.arange(18).view(2, 3, 3)
-    inputs = NodeInputs(2, 3, CPU, "roots")
+    inputs = ForwardInputs(2, 3, CPU, "roots")
     inputs.write(trees[:, 0], [10, 20], DeviceTree([5, 6], trees), 1)
     inputs.tokens.fill_(-1)
     inputs.copy_to_device()
@@ -65,11 +65,11 @@ def test_of_a_device_tree_only_the_roots_come_from_the_host() -> None:
 
 def test_pinned_memory_is_kept_for_the_next_owner(gpu: EmulatedGpu) -> None:
     """But not while the device may still read it."""
-    first, second = (NodeInputs(3, 11, CPU, "all") for _ in range(2))
+    first, second = (ForwardInputs(3, 11, CPU, "all") for _ in range(2))
     address, waits = first._host.data_ptr(), gpu.waits
     assert second._host.data_ptr() != address
     del first
-    assert NodeInputs(3, 11, CPU, "all")._host.data_ptr() == address
+    assert ForwardInputs(3, 11, CPU, "all")._host.data_ptr() == address
     assert gpu.waits == waits + 1
 
 
@@ -182,7 +182,7 @@ def test_a_body_that_waits_for_the_device_is_not_captured(
         pytest.warns(UserWarning, match="forwards of a model cannot be captured"),
     ):
         assert run(graphs, lambda inputs: (waits(inputs.parts[0]),)) is None
-    assert not graphs.works and len(graphs) == 0
+    assert not graphs.can_capture and len(graphs) == 0
     assert not caplog.records  # a warning, and no traceback beside it
 
 
@@ -210,10 +210,10 @@ def test_faults_of_our_own_are_not_hidden(fault: type[Exception]) -> None:
 
     with pytest.raises(fault):
         run(graphs, faulty)
-    assert graphs.works
+    assert graphs.can_capture
     with pytest.raises(RuntimeError, match="writing"):  # nor one outside of the capture
         graphs.run("other", lambda _: (), Number, writing)
-    assert graphs.works
+    assert graphs.can_capture
 
 
 def test_kernels_that_do_not_compile_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_kernels_that_do_not_compile_are_not_captured(monkeypatch: pytest.Monkey
 
     with pytest.warns(UserWarning, match="shared memory"):
         assert run(graphs, uncompiled) is None
-    assert not graphs.works
+    assert not graphs.can_capture
 
 
 @pytest.mark.parametrize(
@@ -258,4 +258,4 @@ def test_kernels_that_cannot_be_built_or_loaded_are_not_captured(
 
     with pytest.warns(UserWarning, match="run eagerly"):
         assert run(graphs, failing) is None
-    assert not graphs.works
+    assert not graphs.can_capture

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import drafted
 import zoo
 from draftahead import LLM, SamplingParams
-from draftahead.backends.cpu.kernels import Nodes
+from draftahead.backends.cpu.kernels import CpuAttentionMetadata
 from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.drafters.eagle import io, screening
 from draftahead.drafters.eagle.cpu_head import MIN_BLOCKS, CpuEagleHead
@@ -129,7 +129,7 @@ def test_logits_of_the_most_likely_tokens_are_exact(head: EagleHead) -> None:
         cache = KVCache([LayerKVShape(2, 64, 2, 64)], 1, 32, torch.float32, torch.device("cpu"))
         kernels = CpuEagleHead(head_spec(head), cache, one)
         residuals, first_input = hidden[None].clone(), torch.zeros(1, 4, 2 * HIDDEN_SIZE)
-        chain = Nodes(
+        chain = CpuAttentionMetadata(
             first_slot=0,
             num_context_tokens=0,
             num_cached=torch.tensor([0]),

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from draftahead.backends.base import CacheSlice, DeviceTree
 from draftahead.backends.cpu import abi
-from draftahead.backends.cpu.kernels import MAX_NODES, AuxHidden, Nodes, Outputs, bind
+from draftahead.backends.cpu.kernels import (
+    NODES_PER_CALL,
+    AuxHidden,
+    CpuAttentionMetadata,
+    Outputs,
+    bind,
+)
 from draftahead.backends.cpu.linear import weights_of
 from draftahead.backends.cpu.lower_layers import LowerLayerCache
 from draftahead.backends.llama_spec import LlamaSpec
@@ -69,7 +75,7 @@ class CpuDecoder:
         self._aux_layers = torch.tensor(aux_layers, dtype=torch.int64)
 
     def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
-        return num_nodes <= MAX_NODES
+        return num_nodes <= tree.MAX_NODES
 
     def forward(
         self,
@@ -120,7 +126,7 @@ class CpuDecoder:
         num_cached: Tensor,
         parents: Sequence[Sequence[int]] | None,
         cache_slice: CacheSlice,
-    ) -> Nodes:
+    ) -> CpuAttentionMetadata:
         if parents is None:  # chains: every earlier node is an ancestor
             index = torch.arange(hidden.shape[1])
             depths = index.repeat(len(hidden), 1)
@@ -134,7 +140,7 @@ class CpuDecoder:
             for angles in self._spec.rotary(hidden, positions)
         )
         assert cos.shape[-1] == self._model.head_dim
-        return Nodes(
+        return CpuAttentionMetadata(
             first_slot=cache_slice.first_slot,
             num_context_tokens=cache_slice.num_context_tokens,
             num_cached=num_cached,
@@ -165,11 +171,15 @@ class CpuDecoder:
         return model
 
     def _after_lower_layers(
-        self, embedded: Tensor, nodes: Nodes, lower: LowerLayerCache, found: list[list[int]]
+        self,
+        embedded: Tensor,
+        nodes: CpuAttentionMetadata,
+        lower: LowerLayerCache,
+        found: list[list[int]],
     ) -> Tensor:
         """Hidden states [B, N, H] after the lower layers: `found` [B][N] of them from the draft,
         whose KV entries are moved to where they belong; those of -1 are computed."""
-        self._cache.move(_moves(found, nodes.first_slot), lower.num_layers)
+        self._cache.move_nodes(_moves(found, nodes.first_slot), lower.num_layers)
         num_missing = max(one.count(-1) for one in found)
         # As many nodes of each sequence, the missing ones first: to compute one again does no harm.
         order = [
@@ -189,12 +199,12 @@ class CpuDecoder:
         self,
         model: abi.Model,
         hidden: Tensor,
-        nodes: Nodes,
+        nodes: CpuAttentionMetadata,
         outputs: Outputs | None,
         aux: AuxHidden | None,
     ) -> None:
-        """Runs the model over `hidden` [B, N, H], in place, at most MAX_NODES nodes per call."""
-        at_once = max(1, MAX_NODES // hidden.shape[1])
+        """Runs the model over `hidden` [B, N, H], in place, NODES_PER_CALL nodes at a time."""
+        at_once = max(1, NODES_PER_CALL // hidden.shape[1])
         for start in range(0, len(hidden), at_once):
             part = slice(start, start + at_once)
             some, some_nodes = hidden[part], nodes.of_sequences(part)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftahead.backends.base import UnsupportedSpecError, is_plain, require
+from draftahead.backends.base import UnsupportedSpecError, kernels_can_read, require
 from draftahead.backends.cpu import abi, build
 from draftahead.backends.cpu.linear import is_supported, weights_of
 from draftahead.backends.cpu.threads import num_threads
@@ -16,11 +16,10 @@ from draftahead.backends.llama_spec import LayerSpec, LlamaSpec
 from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
-# Nodes of a tree (ancestors are the bits of one word), and of a call: more would leave the caches.
-MAX_NODES = 64
+NODES_PER_CALL = 64  # of all sequences: the activations of more would not fit into the CPU's caches
 
 
-class Nodes(NamedTuple):
+class CpuAttentionMetadata(NamedTuple):
     """The nodes [B, N] of a forward pass, or a part of the nodes [B, T] of trees."""
 
     first_slot: int
@@ -32,8 +31,8 @@ class Nodes(NamedTuple):
     sin: Tensor
     tree_nodes: Tensor | None = None  # [B, N] which nodes of the trees; None: all
 
-    def of_sequences(self, part: slice) -> Nodes:
-        return Nodes(
+    def of_sequences(self, part: slice) -> CpuAttentionMetadata:
+        return CpuAttentionMetadata(
             self.first_slot + part.start,
             self.num_context_tokens,
             self.num_cached[part],
@@ -44,7 +43,7 @@ class Nodes(NamedTuple):
             None if self.tree_nodes is None else self.tree_nodes[part],
         )
 
-    def select(self, tree_nodes: Tensor) -> Nodes:
+    def select(self, tree_nodes: Tensor) -> CpuAttentionMetadata:
         """Of all nodes of trees, those with these indices [B, M]."""
         sequences = torch.arange(len(tree_nodes))[:, None]
         return self._replace(
@@ -92,7 +91,7 @@ class Kernels:
         self,
         model: abi.Model,
         hidden: Tensor,
-        nodes: Nodes,
+        nodes: CpuAttentionMetadata,
         outputs: Outputs | None,
         *,
         aux: AuxHidden | None = None,
@@ -207,5 +206,8 @@ def _layer(layer: LayerSpec, keys: Tensor, values: Tensor) -> abi.DecoderLayer:
 
 
 def _norm(weight: Tensor) -> int:
-    require(is_plain(weight, torch.float32, "cpu"), "a norm's weight is not in float32 on the CPU")
+    require(
+        kernels_can_read(weight, torch.float32, "cpu"),
+        "a norm's weight is not in float32 on the CPU",
+    )
     return weight.data_ptr()

@@ -26,7 +26,7 @@ class LowerLayerCache:
     num_layers: int
     first_slot: int
     tokens_in: list[list[int]]  # [B] tokens that the slots held
-    version: int  # of the KV cache
+    write_count: int  # of the KV cache
     tokens: list[list[int]]  # [B][N]
     parents: list[list[int]]  # [B][N]
     hidden: Tensor  # [B, N, H] after these layers, before any norm
@@ -50,7 +50,7 @@ class LowerLayerCache:
         if [len(tokens) for tokens in tokens_in] == list(num_cached):
             empty: list[list[int]] = [[] for _ in tokens_in]
             return LowerLayerCache(
-                num_layers, first_slot, tokens_in, cache.version, empty, empty, torch.empty(0)
+                num_layers, first_slot, tokens_in, cache.write_count, empty, empty, torch.empty(0)
             )
         if last is None or last.num_layers != num_layers:
             return None
@@ -100,5 +100,5 @@ class LowerLayerCache:
 
     def _is_valid(self, cache: KVCache, first_slot: int, num_sequences: int) -> bool:
         tokens_in = cache.tokens_in[first_slot : first_slot + num_sequences]
-        now = (first_slot, tokens_in, cache.version)
-        return now == (self.first_slot, self.tokens_in, self.version)
+        now = (first_slot, tokens_in, cache.write_count)
+        return now == (self.first_slot, self.tokens_in, self.write_count)

@@ -10,20 +10,22 @@ import torch
 
 
 class _ThisThread(threading.local):
-    full: int | None = None  # torch's number of threads before `one_thread`, while it is entered
+    full: int | None = (
+        None  # torch's number of threads before `torch_single_threaded`, while it is entered
+    )
 
 
 _this_thread = _ThisThread()
 
 
 def num_threads() -> int:
-    """Threads for our kernels: as many as torch has outside `one_thread`."""
+    """Threads for our kernels: as many as torch has outside `torch_single_threaded`."""
     full = _this_thread.full
     return torch.get_num_threads() if full is None else full
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def torch_single_threaded() -> Iterator[None]:
     """While entered, torch's operations in this Python thread take one thread; our kernels take as
     many as before. The operations between our kernels are small, and on a busy machine waiting for
     a second thread costs a time slice: 8 ms where 30 µs are meant.

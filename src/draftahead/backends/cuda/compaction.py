@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draftahead.backends.cuda.graphs import GraphPool, Inputs
-from draftahead.backends.cuda.layers import power_of_two
-from draftahead.kv.cache import KVCache, Move, compact
+from draftahead.backends.cuda.layers import next_power_of_two
+from draftahead.kv.cache import KVCache, Move, copy_entries
 
 MIN_MOVES = 8  # of a graph; more are powers of two
 
@@ -31,9 +31,9 @@ class GraphedCompaction:
 
     def run(self, moves: Sequence[Move]) -> bool:
         """False where that cannot be captured."""
-        if not self.graphs.works:
+        if not self.graphs.can_capture:
             return False
-        count = max(MIN_MOVES, power_of_two(len(moves)))
+        count = max(MIN_MOVES, next_power_of_two(len(moves)))
         last = self._cache.num_entries - 1
         padded = [*moves, *[(0, last, last)] * (count - len(moves))]  # an entry to where it is
 
@@ -44,7 +44,7 @@ class GraphedCompaction:
         key = (count, *(tensor.data_ptr() for tensor in stored))
 
         def body(inputs: CompactionInputs) -> tuple[Tensor | None, ...]:
-            compact(stored, inputs.slots, inputs.to, inputs.source)
+            copy_entries(stored, inputs.slots, inputs.to, inputs.source)
             return ()
 
         make = partial(CompactionInputs, count, device)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftahead.backends.base import CacheSlice, DeviceTree, is_plain, require
-from draftahead.backends.cuda.graphs import GraphPool, NodeInputs
+from draftahead.backends.base import CacheSlice, DeviceTree, kernels_can_read, require
+from draftahead.backends.cuda.graphs import ForwardInputs, GraphPool
 from draftahead.backends.cuda.layers import (
     MAX_FORWARD_NODES,
+    CudaAttentionMetadata,
     CudaLayers,
     KVSplits,
-    NodeBlock,
-    power_of_two,
+    next_power_of_two,
 )
 from draftahead.backends.llama_spec import LlamaSpec
+from draftahead.core.tree import MAX_NODES
 from draftahead.core.types import ForwardOutput
 from draftahead.kv.cache import KVCache
 
-MAX_NODES = 64  # of a sequence: ancestors are the bits of one word
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
 
 
@@ -39,7 +39,7 @@ class CudaDecoder:
         rope_type = rope.get("rope_type", "default")
         require(rope_type in ROPE_TYPES, f"{rope_type} rotary angles depend on the sequence")
         require(type(spec.embed) is nn.Embedding, "the embedding is no nn.Embedding")
-        plain = is_plain(spec.embed.weight, dtype, device.type)
+        plain = kernels_can_read(spec.embed.weight, dtype, device.type)
         require(plain, "the embedding has another dtype, device or layout than the KV cache")
         positions = torch.arange(cache.num_entries, device=device)[None]
         cos, sin = spec.rotary(spec.embed.weight[None, :1], positions)
@@ -59,7 +59,7 @@ class CudaDecoder:
     def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
         # A prompt is bound by arithmetic, which is not what these kernels are made for.
         small = num_nodes <= MAX_NODES and num_sequences * num_nodes <= MAX_FORWARD_NODES
-        return with_logits and small and self.graphs.works
+        return with_logits and small and self.graphs.can_capture
 
     def forward(
         self,
@@ -85,7 +85,7 @@ class CudaDecoder:
         assert logits is not None
         return ForwardOutput(logits, argmax=argmax)
 
-    def _launch(self, inputs: NodeInputs, splits: KVSplits) -> tuple[Tensor | None, ...]:
+    def _launch(self, inputs: ForwardInputs, splits: KVSplits) -> tuple[Tensor | None, ...]:
         """Every kernel of a forward, in order."""
         spec, layers, kernels = self.spec, self.layers, self.layers.kernels
         batch, num_nodes = inputs.tokens.shape
@@ -96,24 +96,24 @@ class CudaDecoder:
                 roots=inputs.roots, trees=inputs.trees, tokens=inputs.tokens,
                 depths=inputs.depths, ancestors=inputs.ancestors,
                 vocab_size=spec.embed.weight.shape[0], NODES=num_nodes,
-                BLOCK=power_of_two(num_nodes),
+                BLOCK=next_power_of_two(num_nodes),
             )  # fmt: skip
         layers.launch(
             kernels.embed, count,
             tokens=inputs.tokens, table=spec.embed.weight, norm=spec.layers[0].input_norm,
             x=layers.x, scaled=layers.scaled, squares=layers.squares[0], HIDDEN=spec.hidden_size,
             NUM_PARTIALS=layers.num_partials, NORM_SCALE=layers.norm_scale,
-            BLOCK=power_of_two(spec.hidden_size),
+            BLOCK=next_power_of_two(spec.hidden_size),
         )  # fmt: skip
-        block = NodeBlock(
+        metadata = CudaAttentionMetadata(
             inputs.num_context_tokens, inputs.num_cached, inputs.depths, inputs.ancestors, num_nodes
         )
-        layers.run(block, splits, after_layer=partial(self._store_aux_hidden, count=count))
+        layers.run(metadata, splits, after_layer=partial(self._store_aux_hidden, count=count))
         tiles, _ = layers.lm_head(count)
         layers.launch(
             kernels.argmax, count,
             tile_max=layers.tile_max, tile_argmax=layers.tile_argmax, best=self.argmax,
-            tiles=tiles, BLOCK=power_of_two(tiles),
+            tiles=tiles, BLOCK=next_power_of_two(tiles),
         )  # fmt: skip
         if self._aux_layers:
             entries = inputs.num_cached[:, None] + torch.arange(num_nodes, device=self.device)

@@ -54,7 +54,7 @@ class Inputs:
         self._block[: len(self._host)].copy_(self._host, non_blocking=True)
 
 
-class NodeInputs(Inputs):
+class ForwardInputs(Inputs):
     """Inputs of a forward over nodes [B, N]."""
 
     def __init__(self, batch: int, num_nodes: int, device: torch.device, known: Known) -> None:
@@ -90,13 +90,13 @@ class NodeInputs(Inputs):
             self.tokens.copy_(tokens)
 
 
-_UNUSED: dict[tuple[torch.device, int], list[Tensor]] = {}  # by device and length
+_unused_pinned: dict[tuple[torch.device, int], list[Tensor]] = {}  # by device and length
 
 
 def _pinned(owner: Inputs, length: int, device: Device) -> Tensor:
     """Host memory that a device can read by itself, kept for the next owner. Freeing it would
     record an event in the stream that graphs are captured on, and in whatever is being captured."""
-    unused = _UNUSED.setdefault((device.device, length), [])
+    unused = _unused_pinned.setdefault((device.device, length), [])
     if unused:
         device.synchronize()  # a forward of its last owner may still read it
     found = unused.pop() if unused else device.pinned(torch.zeros(length, dtype=torch.int64))
@@ -158,7 +158,7 @@ class GraphPool:
     def __init__(self, device: torch.device, owner: str) -> None:
         self._device, self._owner, self.max_graphs = device_of(device), owner, MAX_GRAPHS
         self._graphs: OrderedDict[Hashable, list[CapturedGraph]] = OrderedDict()
-        self.works = True
+        self.can_capture = True
         self._memory = self._device.graph_memory()
 
     def run_nodes(
@@ -177,7 +177,7 @@ class GraphPool:
         return self.run(
             (key, batch, num_nodes, known),
             body,
-            lambda: NodeInputs(batch, num_nodes, self._device.device, known),
+            lambda: ForwardInputs(batch, num_nodes, self._device.device, known),
             lambda inputs: inputs.write(tokens, num_cached, parents, num_context_tokens),
         )
 
@@ -212,7 +212,7 @@ class GraphPool:
 
     def _give_up(self, failure: Exception) -> None:
         """Drops all graphs and disables the pool, with one warning."""
-        self.works = False
+        self.can_capture = False
         self.forget()
         reason = str(failure).strip().splitlines() or [type(failure).__name__]
         message = (

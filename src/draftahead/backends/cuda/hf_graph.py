@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from draftahead.backends.base import CacheSlice, DeviceTree, UnsupportedSpecError
-from draftahead.backends.cuda.graphs import GraphPool, Inputs, NodeInputs
-from draftahead.backends.cuda.layers import power_of_two
+from draftahead.backends.cuda.graphs import ForwardInputs, GraphPool, Inputs
+from draftahead.backends.cuda.layers import next_power_of_two
 from draftahead.backends.modules import layers_of, patched_forwards
+from draftahead.core.tree import MAX_NODES
 from draftahead.core.types import ForwardOutput
 from draftahead.errors import ConfigError
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache
 
-MAX_NODES = 64
 MAX_COMPILED_SHAPES = 64  # of one layer
 # KV entries that a forward reads, at least; more are powers of two. Smaller starts read less in
 # short contexts, and capture more graphs.
@@ -51,7 +51,7 @@ class GraphedForward:
         self.graphs.forget()  # the forward itself stores the hidden states
 
     def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
-        return self.graphs.works and with_logits and num_nodes <= MAX_NODES
+        return self.graphs.can_capture and with_logits and num_nodes <= MAX_NODES
 
     def forward(
         self,
@@ -77,7 +77,7 @@ class GraphedForward:
         assert logits is not None
         return ForwardOutput(logits)
 
-    def _launch(self, inputs: NodeInputs, cache_slice: CacheSlice) -> tuple[Tensor | None, ...]:
+    def _launch(self, inputs: ForwardInputs, cache_slice: CacheSlice) -> tuple[Tensor | None, ...]:
         first_slot, kv_len, last_position, num_context_tokens = cache_slice
         num_nodes, num_cached = inputs.tokens.shape[1], inputs.num_cached
         index = torch.arange(num_nodes, device=num_cached.device)
@@ -93,7 +93,7 @@ class GraphedForward:
 
 
 def _rounded(kv_len: int, cache: KVCache) -> int:
-    return min(max(MIN_KV_LEN, power_of_two(kv_len)), cache.num_entries)
+    return min(max(MIN_KV_LEN, next_power_of_two(kv_len)), cache.num_entries)
 
 
 class PrefillInputs(Inputs):
@@ -116,11 +116,11 @@ class GraphedPrefill:
 
     def run(self, slot: int, tokens: Sequence[int], num_cached: int, last_position: int) -> bool:
         """Computes tokens behind `num_cached` entries of a slot; False if nothing was computed."""
-        size = max(MIN_PREFILL, power_of_two(len(tokens)))
+        size = max(MIN_PREFILL, next_power_of_two(len(tokens)))
         kv_len = _rounded(num_cached + size, self._cache)
         is_new = (size, kv_len) not in self._seen
         self._seen.add((size, kv_len))
-        if is_new or num_cached + size > kv_len or not self.graphs.works:
+        if is_new or num_cached + size > kv_len or not self.graphs.can_capture:
             return False
 
         def write(inputs: PrefillInputs) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import UnsupportedSpecError, is_plain, require
+from draftahead.backends.base import UnsupportedSpecError, kernels_can_read, require
 from draftahead.backends.llama_spec import SILU, LayerSpec, LlamaSpec
 from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
@@ -32,7 +32,7 @@ MIN_PROGRAMS = 128  # that keep all of such a GPU's multiprocessors reading
 MAX_SHARED_MEMORY = 200 * 1024  # bytes that the stages of a tile may take
 
 
-class NodeBlock(NamedTuple):
+class CudaAttentionMetadata(NamedTuple):
     """Nodes of B sequences in a forward."""
 
     num_context_tokens: Tensor  # [1] the first nodes, which are text; drafted ones follow
@@ -108,7 +108,7 @@ class CudaLayers:
             self._tile(name, 1, spec.hidden_size, spec.hidden_size)["BLOCK_N"]
             for name in ("o", "down")
         )
-        self.num_partials = power_of_two(-(-spec.hidden_size // smallest))
+        self.num_partials = next_power_of_two(-(-spec.hidden_size // smallest))
         self.squares = torch.zeros(2, nodes, self.num_partials, device=self.device)
         self.cos, self.sin = (angles.to(self.dtype).contiguous() for angles in cos_sin)
 
@@ -128,7 +128,7 @@ class CudaLayers:
         for layer in spec.layers:
             for name, linear in layer.linears.items():
                 require(type(linear) is nn.Linear, f"{name} is no nn.Linear")
-                plain = is_plain(linear.weight, self.dtype, kind)
+                plain = kernels_can_read(linear.weight, self.dtype, kind)
                 require(plain, f"{name} has another dtype, device or layout than the KV cache")
                 require(linear.bias is None or name in "qkv", f"{name} has a bias")
             biases = {layer.linears[name].bias is None for name in "qkv"}
@@ -138,12 +138,12 @@ class CudaLayers:
             )
         plain = type(spec.lm_head) is nn.Linear and spec.lm_head.bias is None
         require(plain, "lm_head is no nn.Linear without a bias")
-        plain = is_plain(spec.lm_head.weight, self.dtype, kind)
+        plain = kernels_can_read(spec.lm_head.weight, self.dtype, kind)
         require(plain, "lm_head has another dtype, device or layout than the KV cache")
 
     def run(
         self,
-        block: NodeBlock,
+        metadata: CudaAttentionMetadata,
         splits: KVSplits,
         *,
         first_input: Tensor | None = None,
@@ -154,7 +154,7 @@ class CudaLayers:
         `squares`; or with `first_input` for the first layer's attention. The result is in `x` or
         `out`, and prepared for the final norm in `scaled` and `squares`. `after_layer` is called
         with the number of layers done."""
-        spec, count = self.spec, block.total_nodes
+        spec, count = self.spec, metadata.total_nodes
         pairs = spec.num_heads * splits.num_splits * count  # of a head of a node and a split
         sizes = {"split_sums": pairs * spec.head_dim, "split_max": pairs, "split_weights": pairs}
         scratch = {name: torch.empty(size, device=self.device) for name, size in sizes.items()}
@@ -164,7 +164,7 @@ class CudaLayers:
             source = first_input if first_input is not None and index == 0 else self.scaled
             qkv, normed = [linears[name] for name in "qkv"], source is self.scaled
             self.linear("qkv", qkv, source, self.qkv, count, normed=normed)
-            self._attend(index, layer, block, splits, scratch)
+            self._attend(index, layer, metadata, splits, scratch)
             self.linear(
                 "o", [linears["o"]], self.attended, self.after_attention, count, squares=1,
                 add=self.x, norm=layer.post_attention_norm,
@@ -236,26 +236,26 @@ class CudaLayers:
         self,
         index: int,
         layer: LayerSpec,
-        block: NodeBlock,
+        metadata: CudaAttentionMetadata,
         splits: KVSplits,
         scratch: dict[str, Tensor],
     ) -> None:
         spec, cache = self.spec, self.cache
-        queries = spec.num_heads // spec.num_kv_heads * block.num_nodes  # of one KV head
-        tile = min(64, max(16, power_of_two(queries)))
+        queries = spec.num_heads // spec.num_kv_heads * metadata.num_nodes  # of one KV head
+        tile = min(64, max(16, next_power_of_two(queries)))
         has_norm = layer.q_norm is not None
         self.launch(
             self.kernels.attend,
-            (block.num_sequences * spec.num_kv_heads, splits.num_splits, -(-queries // tile)),
+            (metadata.num_sequences * spec.num_kv_heads, splits.num_splits, -(-queries // tile)),
             qkv=self.qkv, keys=cache.keys[index], values=cache.values[index],
             cos=self.cos, sin=self.sin,
             q_norm=layer.q_norm if has_norm else spec.final_norm,
             k_norm=layer.k_norm if has_norm else spec.final_norm, eps=spec.norm_eps,
-            num_context_tokens=block.num_context_tokens, num_cached=block.num_cached,
-            depths=block.depths, ancestors=block.ancestors, first_slot=splits.first_slot,
+            num_context_tokens=metadata.num_context_tokens, num_cached=metadata.num_cached,
+            depths=metadata.depths, ancestors=metadata.ancestors, first_slot=splits.first_slot,
             last_position=cache.num_entries - 1, attended=self.attended, **scratch,
-            num_nodes=block.num_nodes, num_earlier=block.num_earlier,
-            block_size=block.depths.shape[1], num_entries=cache.num_entries,
+            num_nodes=metadata.num_nodes, num_earlier=metadata.num_earlier,
+            block_size=metadata.depths.shape[1], num_entries=cache.num_entries,
             scaling=layer.scaling, window=layer.sliding_window or 1 << 30,
             NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim,
             HEAD_NORM=has_norm, QUERIES=tile, BLOCK=KV_BLOCK,
@@ -263,14 +263,14 @@ class CudaLayers:
         )  # fmt: skip
         if splits.num_splits > 1:
             self.launch(
-                self.kernels.combine_splits, block.total_nodes * spec.num_heads,
+                self.kernels.combine_splits, metadata.total_nodes * spec.num_heads,
                 attended=self.attended, **scratch,
                 HEAD_DIM=spec.head_dim, SPLITS=splits.num_splits,
             )  # fmt: skip
 
     def _tile(self, name: str, count: int, out: int, in_: int) -> dict[str, Any]:
         """Options of a kernel over `count` nodes with weights [out, in]."""
-        nodes = max(16, power_of_two(count))
+        nodes = max(16, next_power_of_two(count))
         block_n, block_k, stages = TILES[name]
         while block_n > 16 and out < MIN_PROGRAMS * block_n:
             block_n //= 2
@@ -291,5 +291,5 @@ class CudaLayers:
         kernel[(grid,) if isinstance(grid, int) else grid](**arguments)
 
 
-def power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

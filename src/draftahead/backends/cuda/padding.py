@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftahead.backends.base import DeviceTree
-from draftahead.backends.cuda.layers import power_of_two
+from draftahead.backends.cuda.layers import next_power_of_two
 from draftahead.core.device import device_of
+from draftahead.core.tree import MAX_NODES
 from draftahead.kv.cache import KVCache
 
 # Sequences up to which every number has its own graphs; beyond, multiples of it. Higher wastes less
 # of a forward, and captures more graphs.
 EXACT_SEQUENCES = 8
-MAX_PADDED_NODES = 64  # more nodes are a prompt's, and not rounded up
 
 
 class Padding(NamedTuple):
@@ -38,8 +38,8 @@ class Padding(NamedTuple):
         if not device_of(cache.keys[0].device).is_gpu:
             return Padding()
         batch = len(num_cached)
-        is_kept = fixed or num_nodes > MAX_PADDED_NODES
-        more_nodes = 0 if is_kept else power_of_two(num_nodes) - num_nodes
+        is_kept = fixed or num_nodes > MAX_NODES  # more are a prompt's
+        more_nodes = 0 if is_kept else next_power_of_two(num_nodes) - num_nodes
         if max(num_cached) + num_nodes + more_nodes > cache.num_entries:
             more_nodes = 0
         more = -batch % EXACT_SEQUENCES if batch > EXACT_SEQUENCES else 0

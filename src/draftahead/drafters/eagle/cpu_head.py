@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError
 from draftahead.backends.cpu import abi
-from draftahead.backends.cpu.kernels import MAX_NODES, Nodes, Outputs, bind
+from draftahead.backends.cpu.kernels import NODES_PER_CALL, CpuAttentionMetadata, Outputs, bind
 from draftahead.backends.cpu.linear import Int8Linear, unpack, weights_of
 from draftahead.backends.cpu.threads import num_threads
 from draftahead.backends.llama_spec import LlamaSpec
+from draftahead.core.tree import MAX_NODES
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.screening import Screening
 from draftahead.kv.cache import KVCache
@@ -55,10 +56,15 @@ class CpuEagleHead:
         self._kept += [projection, screening_head, weight, scales, screened]
 
     def supports(self, num_sequences: int, num_nodes: int, tree_size: int) -> bool:
-        return num_sequences * num_nodes <= MAX_NODES and tree_size <= MAX_NODES
+        return num_sequences * num_nodes <= NODES_PER_CALL and tree_size <= MAX_NODES
 
     def forward(
-        self, hidden: Tensor, first_input: Tensor, nodes: Nodes, *, kv_only: bool = False
+        self,
+        hidden: Tensor,
+        first_input: Tensor,
+        nodes: CpuAttentionMetadata,
+        *,
+        kv_only: bool = False,
     ) -> Tensor:
         """Residuals `hidden` [B, N, H] and inputs of the first layer's attention [B, N, 2 * H] ->
         logits [B, N, D]; `hidden` becomes the last layer's output. `kv_only`: only keys and values

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import is_plain
+from draftahead.backends.base import kernels_can_read
 from draftahead.backends.cpu import abi
-from draftahead.backends.cpu.kernels import MAX_NODES
+from draftahead.backends.cpu.kernels import NODES_PER_CALL
 from draftahead.backends.cpu.linear import is_supported, weights_of
 from draftahead.core.device import padded
 from draftahead.core.draft import Draft
+from draftahead.core.tree import MAX_NODES
 from draftahead.core.types import Batch
 from draftahead.drafters.base import MIN_CONFIDENCE
 from draftahead.drafters.eagle.cpu_head import CpuEagleHead
@@ -67,9 +68,9 @@ class CpuTreeBuilder:
     ) -> Draft | None:
         """The draft that `builder` would build, which measures the time of its levels."""
         runner, projection, num_sequences = self._runner, self._projection, len(batch.sequences)
-        max_missing = min(MAX_MISSING, MAX_NODES // num_sequences)
+        max_missing = min(MAX_MISSING, NODES_PER_CALL // num_sequences)
         missing = self._prefill.prepare(batch.sequences, has_inputs, max_missing)
-        runner.target.cache.flush()
+        runner.target.cache.compact()
         held = runner.cache.tokens_in
         root_entries = [len(held[slot]) + len(own) - 1 for slot, own in enumerate(missing)]
         max_nodes = 1 + CHILDREN * (1 + builder.expanded_per_level * builder.max_depth)
@@ -151,4 +152,8 @@ class CpuTreeBuilder:
 def _is_supported(projection: InputProjection) -> bool:
     """Whether the kernels can read inputs through this projection by themselves."""
     embed, is_table = projection.embed, type(projection.embed) is nn.Embedding
-    return is_table and is_plain(embed.weight, torch.float32, "cpu") and is_supported(projection.fc)
+    return (
+        is_table
+        and kernels_can_read(embed.weight, torch.float32, "cpu")
+        and is_supported(projection.fc)
+    )

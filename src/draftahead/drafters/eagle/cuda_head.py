@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import is_plain, require
+from draftahead.backends.base import kernels_can_read, require
 from draftahead.backends.cuda.graphs import GraphPool, Inputs
 from draftahead.backends.cuda.layers import (
     MAX_FORWARD_NODES,
+    CudaAttentionMetadata,
     CudaLayers,
     KVSplits,
-    NodeBlock,
-    power_of_two,
+    next_power_of_two,
 )
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
@@ -80,7 +80,7 @@ class TreeInputs(Inputs):
             return torch.zeros(size, dtype=dtype, device=device)
 
         # The pool of candidates: see cuda_kernels.py.
-        self.pool_length = power_of_two(plan.pool_size)
+        self.pool_length = next_power_of_two(plan.pool_size)
         pool = (batch, self.pool_length)
         self.pool = {
             "pool_tokens": zeros(*pool, dtype=torch.int64),
@@ -119,7 +119,7 @@ class CudaEagleHead:
         self._kernels, self._projection, self._spec = cuda_kernels, projection, spec
         self._cache, kind = cache, layers.device.type
         for weight in (projection.fc.weight, projection.embed.weight, projection.norm_weights):
-            plain = is_plain(weight, layers.dtype, kind)
+            plain = kernels_can_read(weight, layers.dtype, kind)
             require(plain, "the input projection has another dtype, device or layout")
         require(type(projection.embed) is nn.Embedding, "the embedding is no nn.Embedding")
         plain_fc = type(projection.fc) is nn.Linear and projection.fc.bias is None
@@ -132,11 +132,11 @@ class CudaEagleHead:
     def supports(self, batch: int, plan: TreePlan) -> bool:
         num_nodes = batch * max(MIN_INPUTS, plan.nodes_per_level)
         small = num_nodes <= MAX_FORWARD_NODES and plan.num_expanded <= MAX_EXPANDED
-        return self.graphs.works and small
+        return self.graphs.can_capture and small
 
     def max_inputs(self, batch: int) -> int:
         """Missing inputs of a sequence that one graph computes."""
-        return max(MIN_INPUTS, power_of_two(MAX_FORWARD_NODES // batch + 1) // 2)
+        return max(MIN_INPUTS, next_power_of_two(MAX_FORWARD_NODES // batch + 1) // 2)
 
     def build_trees(
         self,
@@ -191,12 +191,12 @@ class CudaEagleHead:
         for level in range(1, plan.max_depth):
             earlier = (level - 1) * per_level
             self._expand(inputs, plan, level)
-            block = NodeBlock(
+            metadata = CudaAttentionMetadata(
                 inputs.num_context_tokens, num_cached, inputs.depths, inputs.ancestors, per_level,
                 earlier,
             )  # fmt: skip
             out = inputs.outputs[earlier * batch : (earlier + per_level) * batch]
-            layers.run(block, splits, first_input=self._first_input, out=out)
+            layers.run(metadata, splits, first_input=self._first_input, out=out)
             self._add_children(inputs, plan, level)
         pool = {name: inputs.pool[name] for name in ("pool_tokens", "pool_confidence")}
         layers.launch(
@@ -218,18 +218,18 @@ class CudaEagleHead:
             weights=projection.norm_weights, out=self._hidden, entries=inputs.entries,
             max_inputs=max_inputs, num_entries=hidden_states.shape[2],
             stride=hidden_states.shape[3], eps=self._spec.norm_eps, NUM_HIDDEN=num_hidden,
-            HIDDEN=hidden_size, BLOCK=power_of_two(hidden_size), NORM=projection.norm,
+            HIDDEN=hidden_size, BLOCK=next_power_of_two(hidden_size), NORM=projection.norm,
         )  # fmt: skip
         layers.linear("down", [projection.fc], self._hidden, self._features, count)
         layers.launch(
             kernels.first_inputs, count,
             tokens=inputs.tokens, features=self._features, **self._first_input_arguments(),
         )  # fmt: skip
-        block = NodeBlock(
+        metadata = CudaAttentionMetadata(
             inputs.num_context_tokens, inputs.num_cached, inputs.chain_depths,
             inputs.chain_ancestors, max_inputs,
         )  # fmt: skip
-        layers.run(block, splits, first_input=self._first_input, out=inputs.root_outputs)
+        layers.run(metadata, splits, first_input=self._first_input, out=inputs.root_outputs)
 
     def _expand(self, inputs: TreeInputs, plan: TreePlan, level: int) -> None:
         """Chooses the nodes to expand at a level, and prepares their inputs."""
@@ -276,13 +276,13 @@ class CudaEagleHead:
             layers.launch(
                 kernels.add_children_sampled, (batch, per_level), **arguments,
                 rng_keys=inputs.rng_keys, temperatures=inputs.temperatures,
-                max_depth=plan.max_depth, BLOCK=power_of_two(vocab_size), num_warps=16,
+                max_depth=plan.max_depth, BLOCK=next_power_of_two(vocab_size), num_warps=16,
             )  # fmt: skip
         else:
             layers.launch(
                 kernels.add_children, (batch, per_level), **arguments,
                 tile_max=layers.tile_max, tile_sums=layers.tile_sums, tiles=tiles,
-                TILES=power_of_two(tiles), TILE=tile,
+                TILES=next_power_of_two(tiles), TILE=tile,
             )  # fmt: skip
 
     def _first_input_arguments(self) -> dict[str, Any]:
@@ -296,14 +296,14 @@ class CudaEagleHead:
             "x": self.layers.x,
             "eps": self._spec.norm_eps,
             "HIDDEN": hidden_size,
-            "BLOCK": power_of_two(hidden_size),
+            "BLOCK": next_power_of_two(hidden_size),
             "NORM_RESIDUAL": projection.norm_before_residual,
         }
 
 
 def _padded_length(num_inputs: int) -> int:
     """Inputs of a sequence in the graph that computes so many."""
-    return max(MIN_INPUTS, power_of_two(num_inputs))
+    return max(MIN_INPUTS, next_power_of_two(num_inputs))
 
 
 def _padded(numbers: Sequence[int], length: int) -> list[int]:

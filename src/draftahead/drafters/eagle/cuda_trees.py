@@ -41,7 +41,7 @@ class CudaTreeLauncher:
     @property
     def works(self) -> bool:
         """Whether CUDA graphs can be captured."""
-        return self._kernels.graphs.works
+        return self._kernels.graphs.can_capture
 
     def supports(self, batch: Batch, plan: TreePlan) -> bool:
         """Processors depend on the path to a node, which only the device knows."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftahead.backends.cpu.threads import one_thread
+from draftahead.backends.cpu.threads import torch_single_threaded
 from draftahead.core import tree as trees
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, Verdict
@@ -100,7 +100,7 @@ class Eagle(DeviceDrafter):
 
     # ------------------------------------------------------------------ drafts level by level
 
-    @one_thread()
+    @torch_single_threaded()
     def _build(self, batch: Batch, has_inputs: Sequence[bool]) -> Draft | None:
         by_kernels = self.cpu_builder
         if self.adaptive and by_kernels is not None and by_kernels.supports(batch, self.builder):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftahead.backends.cpu.kernels import MAX_NODES
+from draftahead.backends.cpu.kernels import NODES_PER_CALL
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.core.device import device_of
 from draftahead.core.types import SequenceState
@@ -44,7 +44,7 @@ class HeadPrefill:
         no input; in its place a dummy is returned."""
         cached, missing = self._runner.cache.tokens_in, []
         for slot, sequence in enumerate(sequences):
-            is_owner = self._owners.place(sequence.id, slot)
+            is_owner = self._owners.claim(sequence.id, slot)
             tokens = sequence.tokens if has_inputs[slot] else [0, 0]
             if is_owner and has_inputs[slot]:
                 num_matching = len(cached[slot])  # tokens are only appended
@@ -68,8 +68,8 @@ class HeadPrefill:
         """Computes the KV entries of all missing inputs of a sequence but the last."""
         runner = self._runner
         cached, end = runner.cache.tokens_in[slot], len(tokens) - 2
-        chunk = PREFILL_CHUNK if runner.cpu is None else MAX_NODES
-        runner.target.cache.flush()
+        chunk = PREFILL_CHUNK if runner.cpu is None else NODES_PER_CALL
+        runner.target.cache.compact()
         while (start := len(cached)) < end:
             part = list(tokens[1 + start : 1 + min(end, start + chunk)])
             if not self._fill_by_graph(slot, part, start):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftahead.backends.cpu import build
-from draftahead.backends.cpu.kernels import Nodes
+from draftahead.backends.cpu.kernels import CpuAttentionMetadata
 from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
@@ -130,7 +130,7 @@ class EagleRunner:
         first: Any = self.head.layers[0]
         x, residual = first.input_projection(embedded, hidden)
         residual = residual.clone(memory_format=torch.contiguous_format)
-        of_kernels = Nodes(
+        of_kernels = CpuAttentionMetadata(
             first_slot=nodes.first_slot,
             num_context_tokens=0,  # NaN must not reach the cache: all of it is drafting
             num_cached=num_cached,

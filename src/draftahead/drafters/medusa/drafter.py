@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from draftahead.backends.cpu.linear import SmallBatchLinears
-from draftahead.backends.cpu.threads import one_thread
+from draftahead.backends.cpu.threads import torch_single_threaded
 from draftahead.core.device import small_tensor
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
@@ -83,7 +83,7 @@ class Medusa(Drafter):
         self._aux_layers = (int(text_config(self.target.model).num_hidden_layers),)
         self.target.add_aux_layers(self._aux_layers)
 
-    @one_thread()
+    @torch_single_threaded()
     def propose(self, batch: Batch) -> Draft | None:
         batch = with_drafts_for(batch, [s.num_generated > 0 for s in batch.sequences])
         if not any(batch.max_depths):

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from draftahead.core import tree
+from draftahead.core.tree import MAX_NODES
 from draftahead.errors import ConfigError
-from draftahead.models.verifier import MAX_NODES
 
 Choice = tuple[int, ...]  # a path: the index of a candidate for each head
 
