@@ -144,9 +144,10 @@ def test_tokens_that_another_stream_adds_between_two_chunks_delay_none(
     shown = [next(stream).token_ids]
     (sequence,) = llm.engine.scheduler.running
     count = sequence.num_generated
+    shown += [next(stream).token_ids for _ in range(2, count)]
     next(other)
     generated = sequence.num_generated
-    shown += [next(stream).token_ids for _ in range(1, count)]
+    shown += [next(stream).token_ids for _ in range(len(shown), count)]
     assert sequence.num_generated == generated
     assert shown == [[token] for token in outputs[0][:count]]
     stream.close()

@@ -100,7 +100,7 @@ class Scheduler:
         the step is done again."""
         num_kept = []
         for b, sequence in enumerate(batch.sequences):
-            before = len(sequence.drafted)
+            before, reason = len(sequence.drafted), sequence.finish_reason
             try:
                 for index, token in enumerate(verdict.tokens[b]):
                     if sequence.finish_reason is not None:
@@ -110,7 +110,7 @@ class Scheduler:
             except BaseException:
                 _truncate(sequence, before)
                 sequence.detokenizer = sequence.detokenizer.rebuilt(sequence.output)
-                sequence.finish_reason = None
+                sequence.finish_reason = reason
                 raise
             if b in verdict.errors and sequence.finish_reason is None:
                 sequence.error, sequence.finish_reason = verdict.errors[b], "error"
