@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import zoo
 from draftahead.drafters.eagle.head import EagleHead, new_head
 from draftahead.train.batches import TrainBatches
 from draftahead.train.eagle import unrolled
 from draftahead.train.task import Chains
+from eagle_heads import causal
 from training import AUX_LAYERS, random_data
 
 
@@ -19,12 +19,6 @@ def tiny_head(layers: int = 1) -> tuple[object, EagleHead]:
     model = zoo.tiny("llama", dtype=torch.float32)
     tokens = torch.arange(0, zoo.VOCABULARY, 2)
     return model, new_head(model, tokens, aux_layers=AUX_LAYERS, num_layers=layers)
-
-
-def causal(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 @pytest.mark.parametrize("layers", [1, 2])

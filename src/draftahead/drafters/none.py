@@ -1,4 +1,4 @@
-"""Plain decoding: the drafter that proposes nothing. Baseline and speculation share every line."""
+"""Plain decoding: the drafter that proposes nothing."""
 
 from __future__ import annotations
 

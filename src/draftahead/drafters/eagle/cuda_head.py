@@ -1,8 +1,7 @@
 """An EAGLE head on a GPU: its missing inputs and a whole draft tree as one CUDA graph.
 
-A level of such a tree takes the device tens of microseconds, less than the host would need to read
-it. So the host does not read it: the tree is built, verified by the target's forward where it lies
-in device memory, and read back with the verdict.
+A level takes the device tens of microseconds, less than a copy to the host. So the tree stays in
+device memory, is verified there by the target's forward, and copied to the host with the verdict.
 """
 
 from __future__ import annotations

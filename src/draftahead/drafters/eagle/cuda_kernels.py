@@ -102,7 +102,8 @@ def expand_nodes(
 ):  # fmt: skip
     """Chooses the nodes of a sequence to expand at this level, each program one of them, and stores
     its input: its token and the head's output for its parent. `pool_levels` holds the level at
-    which a candidate was expanded: other programs may be writing it at this moment."""
+    which a candidate was expanded. Other programs of this level may be writing it: such a candidate
+    counts as not expanded either way, by `level_of >= level`."""
     seq, rank = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, POOL)
     pool = seq * POOL + index

@@ -1,8 +1,7 @@
 """An EAGLE-3 head drafts from the target's hidden states (Li et al., arXiv 2503.01840).
 
-Asked for a number of tokens, it samples a chain of so many. Asked for a `tree` of so many nodes, it
-drafts the most confident ones that it finds. Otherwise it is adaptive: it builds trees as deep as
-their time pays.
+With `num_speculative_tokens` it samples a chain. With `tree` it drafts that number of the most
+confident nodes. Otherwise it is adaptive: a tree ends when another level is not worth its time.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from draftahead.sampling.draft_sampler import scatter_to_vocab
 # Nodes that a tree of a fixed size expands at each level. More find better nodes for the same size,
 # for a wider forward of the head per level.
 EXPANDED_OF_FIXED_TREE = 4
-# Levels of a tree that a GPU builds: all of them are computed, whether they pay or not.
+# Levels of a tree that a GPU builds: all of them are always computed.
 DEVICE_MAX_DEPTH = 6
 # Nodes that a GPU expands at each level, of all sequences together. More find better nodes, for a
 # wider forward of the head per level.
@@ -123,7 +122,7 @@ class Eagle(DeviceDrafter):
         if self.tree is None or draft is None or draft.confidence is None:
             return draft
         part = draft.subset([trees.most_confident(own, self.tree) for own in draft.confidence])
-        return dataclasses.replace(part, confidence=None)  # they are verified as they are
+        return dataclasses.replace(part, confidence=None)  # all are verified
 
     # ------------------------------------------------------------------- drafts on the device
 

@@ -188,10 +188,8 @@ def save(
         weights["d2t"] = draft_to_target - torch.arange(len(draft_to_target))
         weights["t2d"] = torch.zeros(vocab_size, dtype=torch.bool)
         weights["t2d"][draft_to_target] = True
-    screening.remove(folder)
     write_head(folder, WEIGHTS[0], weights, _config_of(head.config, target, num_speculative_tokens))
-    if head.screening is not None:
-        screening.save(head.screening, folder)
+    screening.save(head.screening, folder)
 
 
 def _config_of(c: EagleConfig, target: str, num_speculative_tokens: int) -> dict[str, Any]:

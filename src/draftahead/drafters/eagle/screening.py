@@ -1,9 +1,9 @@
-"""Low-rank screening of the LM head: rank-128 logits pick about 200 tokens, whose exact logits are
-then computed.
+"""Low-rank screening of the LM head: logits of a quarter of the rank pick about 200 tokens, whose
+exact logits are then computed.
 
-After SVD-softmax (Shim et al., NeurIPS 2017), with a basis for the head's own outputs h in place of
-one for all vectors: the outputs fill few of the directions they could. The basis lies in a file of
-its own beside the head, so that others can load the head without it.
+After SVD-softmax (Shim et al., NeurIPS 2017), with a basis for the head's own outputs, which lie
+near a low-dimensional subspace. The basis is in a separate file beside the head's, so that other
+servers can load the head.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RANK_STEP = 64
 # hidden_size / rank: a smaller rank reads fewer bytes and misses the argmax more often.
 RANK_SHARE = 4
 # Share of the outputs' mean variance that is added in all directions, for outputs unlike those of
-# the fit: less trusts the sample more.
+# the fit.
 SMOOTHING = 1e-3
 
 
@@ -46,15 +46,19 @@ def fit(moments: Tensor, vocab_rows: Tensor) -> Screening | None:
     eigenvalues, eigenvectors = torch.linalg.eigh(moments.double())
     eigenvalues = eigenvalues.clamp(min=0) + SMOOTHING * variance
     root, inverse = (eigenvectors * eigenvalues**p @ eigenvectors.T for p in (0.5, -0.5))
-    # A difference that all logits share changes no ranking.
+    # A constant added to all logits does not change their order.
     whitened = (vocab_rows - vocab_rows.mean(0)).double() @ root
     best = torch.linalg.eigh(whitened.T @ whitened)[1][:, -rank:].flip(1)
     found = Screening((inverse @ best).T.float().cpu(), (root @ best).T.float().cpu())
     return found if all(part.isfinite().all() for part in found) else None
 
 
-def save(screening: Screening, folder: Path) -> None:
-    write_tensors(screening._asdict(), folder / FILE)
+def save(screening: Screening | None, folder: Path) -> None:
+    """Replaces the screening of an earlier head in the folder."""
+    if screening is None:
+        (folder / FILE).unlink(missing_ok=True)
+    else:
+        write_tensors(screening._asdict(), folder / FILE)
 
 
 def load(folder: Path, hidden_size: int) -> Screening | None:
@@ -75,15 +79,10 @@ def load(folder: Path, hidden_size: int) -> Screening | None:
     return Screening(found.projection.float(), found.basis.float())
 
 
-def _check(found: Screening, hidden_size: int) -> None:
-    shape = found.projection.shape
-    fits = len(shape) == 2 and shape == found.basis.shape and shape[1] == hidden_size
+def _check(screening: Screening, hidden_size: int) -> None:
+    shape = screening.projection.shape
+    fits = len(shape) == 2 and shape == screening.basis.shape and shape[1] == hidden_size
     if not fits or not shape[0] or shape[0] % RANK_STEP:
         raise ConfigError(f"it does not belong to a head of hidden size {hidden_size}")
-    if not all(part.isfinite().all() for part in found):
+    if not all(part.isfinite().all() for part in screening):
         raise ConfigError("it holds values that are not finite")
-
-
-def remove(folder: Path) -> None:
-    """Removes the screening of an earlier head from a folder."""
-    (folder / FILE).unlink(missing_ok=True)

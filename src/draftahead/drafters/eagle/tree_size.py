@@ -1,5 +1,5 @@
-"""How large the trees are that a GPU builds: the number of nodes with the most accepted tokens per
-second, by the measured confidence of the largest trees and the cost of a step."""
+"""Size of the trees that a GPU builds: the number of nodes with the most expected tokens per
+second, from the confidence by rank in trees of the largest size and the cost of a step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from draftahead.core.types import Batch
 
 # Nodes of a sequence, the root included. Each further size is one more CUDA graph per shape.
 SIZES = (2, 4, 8, 16, 32)
-# Trees after which the largest size is built again, because smaller ones do not show what they
-# leave out. More often finds a change of the text sooner, and costs more steps of the wrong size.
+# Trees after which the largest size is built again: a smaller tree gives no statistics of the nodes
+# that it lacks. A lower number notices a change of the text sooner, and costs more large trees.
 REMEASURE_EVERY = 16
 
 
@@ -45,7 +45,7 @@ class TreeSize:
         return self._chosen[batch_size]
 
     def note(self, launched: DeviceDraft, draft: Draft) -> None:
-        """`launched` was verified, and read as `draft`."""
+        """`launched` was verified; `draft` is the same, on the host."""
         if draft.confidence is None or launched.timer is None:
             return
         self._seconds = launched.timer.laps()[0]

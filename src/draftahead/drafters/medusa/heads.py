@@ -63,8 +63,8 @@ class MedusaHeads(nn.Module):
         shape = (*hidden.shape[:-1], len(self), self.hidden_size)
         x = hidden[..., None, :] + F.silu(self.first(hidden).view(shape))
         for blocks in self.deeper:
-            each = zip(blocks, x.unbind(-2), strict=True)  # type: ignore[call-overload]
-            x = x + F.silu(torch.stack([block(own) for block, own in each], -2))
+            pairs = zip(blocks, x.unbind(-2), strict=True)  # type: ignore[call-overload]
+            x = x + F.silu(torch.stack([block(hidden) for block, hidden in pairs], -2))
         return x
 
     def forward_head(self, head: int, hidden: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ class MedusaHeads(nn.Module):
         """Logits over the draft vocabulary, [..., K, D]. `lm_head`: see `target_lm_head`."""
         x = self(hidden)
         if len(self.lm_heads) > 1:
-            each = zip(self.lm_heads, x.unbind(-2), strict=True)
-            return torch.stack([own(part) for own, part in each], -2)
+            pairs = zip(self.lm_heads, x.unbind(-2), strict=True)
+            return torch.stack([lm_head(hidden) for lm_head, hidden in pairs], -2)
         shared = self.lm_heads[0] if self.lm_heads else lm_head
         assert shared is not None
         return shared(x)  # type: ignore[no-any-return]
@@ -113,12 +113,7 @@ class MedusaHeads(nn.Module):
         return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def new_heads(
-    model: Any, num_heads: int, *, num_layers: int = 1, draft_to_target: Tensor | None = None
-) -> MedusaHeads:
-    """Untrained heads that use the target's lm_head, in float32 on its device."""
-    hidden_size = int(text_config(model).hidden_size)
-    heads = MedusaHeads(
-        hidden_size, num_heads, num_layers=num_layers, draft_to_target=draft_to_target
-    )
-    return heads.to(model.device)
+def new_heads(model: Any, num_heads: int, **options: Any) -> MedusaHeads:
+    """Untrained heads that use the target's lm_head, in float32 on its device. `options` of
+    MedusaHeads."""
+    return MedusaHeads(int(text_config(model).hidden_size), num_heads, **options).to(model.device)
