@@ -45,7 +45,7 @@ class Draft:
     @cached_property
     def is_chain(self) -> bool:
         """Whether no tree branches."""
-        return all(tree.is_chain(parents) for parents in self.parents)
+        return all(parents == [*range(-1, len(parents) - 1)] for parents in self.parents)
 
     @property
     def width(self) -> int:
@@ -57,8 +57,8 @@ class Draft:
         return self, [] if extra is None else extra.tolist()
 
     def subset(self, kept: Sequence[Sequence[int]]) -> Draft:
-        """The draft with these nodes only: of each tree ascending, the root first, none without its
-        parent."""
+        """The draft with these nodes only: ascending for each tree, the root first, none without
+        its parent."""
         if all(len(nodes) == size for nodes, size in zip(kept, self.num_nodes, strict=True)):
             return self
         assert self.probs is None, "leaving out drawn tokens would bias the output"
@@ -74,7 +74,7 @@ class Draft:
 
     @staticmethod
     def root_only(roots: Sequence[int]) -> Draft:
-        """No guesses: plain decoding."""
+        """A draft without drafted tokens: plain decoding."""
         return Draft([[root] for root in roots], [[-1]] * len(roots), [1] * len(roots))
 
     @staticmethod
@@ -84,13 +84,8 @@ class Draft:
         confidence: list[list[float]] | None = None,
     ) -> Draft:
         """A draft without branches: the guesses of each sequence follow its root."""
-        width = 1 + max((len(chain) for chain in guesses), default=0)
-        tokens = [
-            [root, *chain] + [root] * (width - 1 - len(chain))
-            for root, chain in zip(roots, guesses, strict=True)
-        ]
-        parents = [tree.chain(width)] * len(tokens)
-        return Draft(tokens, parents, [1 + len(chain) for chain in guesses], confidence)
+        trees = [[(token, node) for node, token in enumerate(chain)] for chain in guesses]
+        return Draft.trees(roots, trees, confidence)
 
     @staticmethod
     def trees(
@@ -99,27 +94,25 @@ class Draft:
         confidence: list[list[float]] | None = None,
     ) -> Draft:
         """A draft from (token, parent) pairs; parent 0 is the root, 1 the first pair."""
-        if all(parent == node for pairs in trees for node, (_, parent) in enumerate(pairs)):
-            chains = [[token for token, _ in pairs] for pairs in trees]
-            return Draft.chains(roots, chains, confidence)
-        width = 1 + max((len(pairs) for pairs in trees), default=0)
-        tokens, parents = [], []
+        is_chain = all(parent == node for pairs in trees for node, (_, parent) in enumerate(pairs))
+        num_nodes, tokens, parents = [1 + len(pairs) for pairs in trees], [], []
         for root, pairs in zip(roots, trees, strict=True):
-            padding = width - 1 - len(pairs)
-            # Padding nodes are children of the root, so that they do not make the tree deeper.
-            tokens.append([root, *[token for token, _ in pairs], *[root] * padding])
-            parents.append([-1, *[parent for _, parent in pairs], *[0] * padding])
-        return Draft(tokens, parents, [1 + len(pairs) for pairs in trees], confidence)
+            # Padding continues a chain, so that it stays one; in a tree it hangs from the root, so
+            # that it does not make the tree deeper.
+            padding = [n if is_chain else 0 for n in range(len(pairs), max(num_nodes) - 1)]
+            tokens.append([root, *[token for token, _ in pairs], *[root] * len(padding)])
+            parents.append([-1, *[parent for _, parent in pairs], *padding])
+        return Draft(tokens, parents, num_nodes, confidence)
 
 
 class DeviceTimer(Protocol):
-    """Times work that a device is sent, one piece after the other."""
+    """Times consecutive work of a device."""
 
     def mark(self) -> None:
-        """Here one piece ends and another begins."""
+        """Ends a lap and begins the next, in the device's stream."""
 
     def laps(self) -> list[float]:
-        """Seconds of each piece."""
+        """Seconds of each lap."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,8 @@ class ModelRunner:
         end = max(num_cached) + num_nodes
         kv_len = end if kv_len is None else kv_len
         num_context_tokens = num_context_tokens if layers is None else 0
-        dummy = self._needs_dummy(first_slot, end)
+        threshold, long_rope = self.long_rope_threshold, self.cache.long_rope[first_slot]
+        dummy = threshold is not None and long_rope and end <= threshold
         if max(kv_len, end + dummy) > self.cache.num_entries:
             raise ConfigError(f"{num_nodes} nodes do not fit behind {max(num_cached)} tokens")
         if not dummy and isinstance(num_context_tokens, int):
@@ -146,7 +147,7 @@ class ModelRunner:
         # Padding may lie behind the last position of the model; its output is not used.
         positions = (cached[:, None] + depths).clamp(max=self._last_position(first_slot))
         if dummy:
-            positions[:, -1] = self.long_rope_threshold or 0
+            positions[:, -1] = threshold or 0
         mask = attention.distances(cached, depths, ancestors, kv_len)
         entries = cached[:, None] + index
         view = CacheView(self.cache, first_slot, entries, kv_len, num_context_tokens)
@@ -257,10 +258,6 @@ class ModelRunner:
         if threshold is None or self.cache.long_rope[first_slot]:
             return self.model_context - 1
         return min(self.model_context, threshold) - 1
-
-    def _needs_dummy(self, first_slot: int, end: int) -> bool:
-        threshold = self.long_rope_threshold
-        return threshold is not None and self.cache.long_rope[first_slot] and end <= threshold
 
     # -------------------------------------------------------------------------------- prefill
 

@@ -102,9 +102,9 @@ def _target_tokens_of_all_nodes(
     """The draft on the host, and the target's own token at every node [B][N], with one
     synchronisation. None for the tokens on a CPU, where sampling all nodes costs more than it
     saves, with logits that depend on the path, and where replay must sample one by one."""
-    on_host = device_of(output.logits.device).is_cpu
     if batch.all_greedy and not batch.modifies_logits and output.argmax is not None:
         return draft.to_host(output.argmax)
+    on_host = device_of(output.logits.device).is_cpu
     if batch.modifies_logits or on_host or (batch.exact == "replay" and not batch.all_greedy):
         return draft.to_host()[0], None
     if batch.all_greedy:
