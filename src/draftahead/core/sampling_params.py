@@ -1,4 +1,4 @@
-"""How to choose tokens: the sampling parameters of a request."""
+"""The sampling parameters of a request, checked."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ _CHECKS: dict[str, tuple[Check, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request chooses tokens from probs. A field left at None follows the model's
-    generation_config."""
+    """How a request samples tokens, along the path of every node of a draft. A field left at None
+    follows the model's generation_config."""
 
     temperature: float | None = None  # 0 is greedy: argmax, lowest id on ties
     top_k: int | None = None  # 0 keeps all
@@ -120,8 +120,8 @@ class SamplingParams:
 
     @property
     def modifies_logits(self) -> bool:
-        """Whether the distribution at a node depends on more than its logits: on the tokens before
-        it, on a bias, or on a processor of the user's."""
+        """Whether the logits of a node are changed before temperature and truncation: by penalties,
+        min_tokens, a bias, or a processor of the user's."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty

@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of one output token, under the probs that it was sampled from."""
+    """The log-probability of one output token, under the target's distribution for it."""
 
     token_id: int
     logprob: float
@@ -134,7 +134,7 @@ class DraftSampler(Protocol):
         """
 
     def draft(self) -> DeviceDraft | None:
-        """What was drawn so far; None if nothing was."""
+        """The tokens drawn so far; None if there are none."""
 
 
 @dataclass(frozen=True)

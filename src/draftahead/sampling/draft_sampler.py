@@ -45,14 +45,14 @@ class RecordedDraftSampler:
 
     @property
     def chains(self) -> list[list[int]]:
-        """What was drawn for each sequence. Waits for the device."""
+        """The tokens drawn for each sequence. Waits for the device."""
         if not self._drawn:
             return [[] for _ in self.sequences]
         drawn = torch.stack(self._drawn, 1).tolist()
         return [chain[:n] for chain, n in zip(drawn, self._lengths, strict=True)]
 
     def draft(self) -> DeviceDraft | None:
-        """What was drawn so far; None if nothing was."""
+        """The tokens drawn so far; None if there are none."""
         longest = max(self._lengths)
         if not longest:
             return None
@@ -68,7 +68,7 @@ class RecordedDraftSampler:
     def draw(
         self, logits: Tensor, active: Tensor | None = None, argmax: Tensor | None = None
     ) -> Tensor:
-        # Everything that can fail comes before the draw: what is drawn stands.
+        # Everything that can fail comes before the draw: drawn tokens cannot be taken back.
         if self.keeps_probs and any(sequence.target_noise_used for sequence in self.sequences):
             raise ValueError("a drafter that has seen the target's noise must not draw")
         if logits.ndim != 2 or len(logits) != len(self.sequences):
@@ -77,7 +77,7 @@ class RecordedDraftSampler:
         depth = len(self._drawn)
         tokens, has_token = self._sample(logits, depth, argmax)
         checks = zip(self._active, wanted, has_token, self.batch.max_depths, strict=True)
-        self._active = [a and bool(w) and f and depth < most for a, w, f, most in checks]
+        self._active = [a and bool(w) and h and depth < limit for a, w, h, limit in checks]
         self._lengths = [n + a for n, a in zip(self._lengths, self._active, strict=True)]
         self._drawn.append(tokens)
         return tokens
@@ -157,8 +157,8 @@ def scatter_to_vocab(logits: Tensor, draft_to_target: Tensor | None, vocab_size:
 
 
 def _fit_to_vocab(logits: Tensor, vocab_size: int) -> Tensor:
-    """Cut or padded to a vocabulary. What is not finite becomes unlikely: it can only make the
-    draft worse."""
+    """Cuts or pads logits to a vocabulary. Values that are not finite become very low: that can
+    only make the draft worse."""
     logits = logits.float() if logits.dtype != torch.float64 else logits
     logits = logits[:, :vocab_size]
     lowest = torch.finfo(logits.dtype).min / 4

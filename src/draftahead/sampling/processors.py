@@ -17,8 +17,8 @@ from draftahead.core.sampling_params import SamplingParams
 from draftahead.errors import ProcessorError
 from draftahead.sampling.noise import NodeContext
 
-# Top-p sorts so many tokens first, and the whole vocabulary only where they do not hold the
-# nucleus: a full sort costs more than a layer of the model.
+# Top-p sorts so many tokens, and the whole vocabulary only if they do not contain the nucleus: a
+# full sort costs more than a layer of the model.
 NUCLEUS_CANDIDATES = 1024
 
 

@@ -18,7 +18,7 @@ def sample_target(
     """The target's own next tokens: a function of its distribution and the keyed noise alone.
 
     [A, V] -> tokens [A], and [A] whether the logits allowed any token. `one_by_one` computes each
-    distribution by itself: a sum over one row need not round as over one of several.
+    distribution by itself: rounding of its sums may depend on the number of rows.
     """
     if one_by_one and len(contexts) > 1:
         each = [sample_target(logits[i : i + 1], [c]) for i, c in enumerate(contexts)]
