@@ -1,11 +1,10 @@
-"""Writes the prompts that the heads of smollm2 are trained on; the model makes most of them up.
+"""Writes the prompts that the heads of smollm2 are trained on; the model generates most of them.
 
     python scripts/head_prompts.py --out prompts.jsonl [--share 0.33 --seed 1]
 
-Where the template lets the user speak, the model goes on as the user: a few words open each turn
-and say what kind it will be. Articles it writes without any template. Sums and German sentences are
-put together from lists. Nothing comes from a data set, so nothing of a benchmark can be in it.
-`--share` makes that part of them; with another `--seed` they are others.
+The model continues user turns of the chat template from a few opening words, and articles without a
+template. Arithmetic problems and German sentences are combined from lists. Nothing comes from a
+data set, so nothing of a benchmark can be in it. `--share`: the share of the prompts to write.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from draftahead import LLM, SamplingParams
 LISTS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
-class Writer:
+class PromptWriter:
     def __init__(self, llm: LLM, share: float, seed: int) -> None:
         self.llm, self.share, self.seed = llm, share, seed
         self.random = random.Random(seed)
@@ -29,16 +28,16 @@ class Writer:
             [{"role": "user", "content": "@"}], tokenize=False
         )
         self.user = template.split("@")[0]
-        self.said = 0
+        self.num_calls = 0
 
     def count(self, whole: int) -> int:
         return round(self.share * whole)
 
-    def one(self, name: str) -> str:
+    def pick(self, name: str) -> str:
         return self.random.choice(LISTS[name])
 
-    def go_on(self, openings: list[str], most: int, *, ended: bool) -> list[str]:
-        """The openings, each with what the model makes of it; without those that came to no end."""
+    def complete(self, openings: list[str], max_tokens: int, *, ended: bool) -> list[str]:
+        """The openings with the model's continuations; `ended`: only those with an end token."""
         found = []
         batch = self.llm.engine.scheduler.max_batch
         for start in range(0, len(openings), batch):
@@ -47,39 +46,47 @@ class Writer:
                 self.llm.tokenizer(text, add_special_tokens=False).input_ids or [0]
                 for text in group
             ]
-            self.said += 1
-            seeds = [hash((self.seed, self.said, i)) & 0xFFFFFF for i in range(len(group))]
-            how = [
+            self.num_calls += 1
+            seeds = [hash((self.seed, self.num_calls, i)) & 0xFFFFFF for i in range(len(group))]
+            params = [
                 SamplingParams(
-                    temperature=1.0, top_p=1.0, top_k=0, min_p=0.02, max_tokens=most, seed=s
+                    temperature=1.0,
+                    top_p=1.0,
+                    top_k=0,
+                    min_p=0.02,
+                    max_tokens=max_tokens,
+                    seed=seed,
                 )
-                for s in seeds
+                for seed in seeds
             ]
-            for text, said in zip(group, self.llm.generate(ids, how), strict=True):
-                if said.finish_reason == "stop" or not ended:
-                    found.append(text + said.text)
+            for text, completion in zip(group, self.llm.generate(ids, params), strict=True):
+                if completion.finish_reason == "stop" or not ended:
+                    found.append(text + completion.text)
         return found
 
-    def turns(self, openings: list[str], most: int) -> list[str]:
-        """What users say, as the model imagines them."""
-        found = self.go_on([self.user + opening for opening in openings], most, ended=True)
-        return [text[len(self.user) :].strip() for text in found if len(text) > len(self.user) + 8]
+    def user_turns(self, openings: list[str], max_tokens: int) -> list[str]:
+        """User messages that the model generates."""
+        size, openings = len(self.user), [self.user + opening for opening in openings]
+        found = self.complete(openings, max_tokens, ended=True)
+        return [text[size:].strip() for text in found if len(text) > size + 8]
 
     # ---------------------------------------------------------------------------- the kinds
 
-    def all(self) -> list[str]:
-        chat = self.turns([self.one("chat") for _ in range(self.count(13000))], 80)
-        asked = self.turns([self.one("asked") for _ in range(self.count(9000))], 32)
-        counted = [self._named(self.one("counted")) for _ in range(self.count(5000))]
-        sums = self.turns(counted, 90) + [self._sum() for _ in range(self.count(4000))]
-        code = self.turns([self.one("coded") for _ in range(self.count(3000))], 80)
+    def prompts(self) -> list[str]:
+        chat = self.user_turns([self.pick("chat") for _ in range(self.count(13000))], 80)
+        questions = self.user_turns([self.pick("questions") for _ in range(self.count(9000))], 32)
+        problems = [self._named(self.pick("problems")) for _ in range(self.count(5000))]
+        sums = self.user_turns(problems, 90) + [self._sum() for _ in range(self.count(4000))]
+        code = self.user_turns([self.pick("code") for _ in range(self.count(3000))], 80)
         ask = "Translate German to English: "
-        loose = self.turns([ask + self.one("loose") for _ in range(self.count(5000))], 60)
-        german = loose + [ask + self._german() for _ in range(self.count(3500))]
-        told = self.go_on([self.one("reported") for _ in range(self.count(4500))], 400, ended=False)
-        long = [self._summary(told) for _ in range(self.count(7000))]
-        long += [self._passages(told, asked) for _ in range(self.count(7000))]
-        found = list(dict.fromkeys(chat + asked + sums + code + german + long))
+        german = self.user_turns([ask + self.pick("german") for _ in range(self.count(5000))], 60)
+        german += [ask + self._german() for _ in range(self.count(3500))]
+        articles = self.complete(
+            [self.pick("articles") for _ in range(self.count(4500))], 400, ended=False
+        )
+        long = [self._summary(articles) for _ in range(self.count(7000))]
+        long += [self._passages(articles, questions) for _ in range(self.count(7000))]
+        found = list(dict.fromkeys(chat + questions + sums + code + german + long))
         self.random.shuffle(found)
         return found
 
@@ -114,20 +121,20 @@ class Writer:
 
     def _german(self) -> str:
         def sentence() -> str:
-            said = [self.one(text) for text in ("subjects", "says", "matters", "ends")]
-            return " ".join(said) + self.random.choice((".", " ."))
+            parts = [self.pick(name) for name in ("subjects", "says", "matters", "ends")]
+            return " ".join(parts) + self.random.choice((".", " ."))
 
         return sentence() if self.random.random() < 0.7 else f"{sentence()} {sentence()}"
 
-    def _cut(self, told: list[str], least: int, most: int) -> str:
+    def _cut(self, articles: list[str], least: int, most: int) -> str:
         """Some of an article, or of several, up to a number of characters."""
-        text, wanted = self.random.choice(told), self.random.randint(least, most)
-        while len(text) < wanted:
-            text += " " + self.random.choice(told)
-        return " ".join(text[:wanted].split()[:-1])
+        text, length = self.random.choice(articles), self.random.randint(least, most)
+        while len(text) < length:
+            text += " " + self.random.choice(articles)
+        return " ".join(text[:length].split()[:-1])
 
-    def _summary(self, told: list[str]) -> str:
-        said = self.random.choice(
+    def _summary(self, articles: list[str]) -> str:
+        instruction = self.random.choice(
             ["Summarize: "] * 6
             + [
                 "Summarize the following text: ",
@@ -135,11 +142,11 @@ class Writer:
                 "TL;DR: ",
             ]
         )
-        return said + self._cut(told, 500, 4000)
+        return instruction + self._cut(articles, 500, 4000)
 
-    def _passages(self, told: list[str], asked: list[str]) -> str:
-        count, question = self.random.randint(1, 4), self.random.choice(asked)
-        text = "\n\n".join(self._cut(told, 400, 900) for _ in range(count))
+    def _passages(self, articles: list[str], questions: list[str]) -> str:
+        count, question = self.random.randint(1, 4), self.random.choice(questions)
+        text = "\n\n".join(self._cut(articles, 400, 900) for _ in range(count))
         return self.random.choice(
             [f"{text}\n\n{question}"] * 3
             + [f"{text}\n\nQuestion: {question}", f"Answer by these passages.\n{text}\n{question}"]
@@ -154,12 +161,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--dtype", default=None)
-    asked = parser.parse_args()
-    llm = LLM(asked.model, "none", max_batch=asked.batch, max_context=1024, dtype=asked.dtype)
-    found = Writer(llm, asked.share, asked.seed).all()
+    args = parser.parse_args()
+    llm = LLM(args.model, "none", max_batch=args.batch, max_context=1024, dtype=args.dtype)
+    found = PromptWriter(llm, args.share, args.seed).prompts()
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in found]
-    asked.out.write_text("\n".join(lines) + "\n", "utf-8")
-    print(f"{len(found)} prompts in {asked.out}")
+    args.out.write_text("\n".join(lines) + "\n", "utf-8")
+    print(f"{len(found)} prompts in {args.out}")
 
 
 if __name__ == "__main__":
