@@ -66,13 +66,13 @@ class LLM:
     ) -> None:
         """`report` is called with a line of text when something takes a while."""
         config = LLMConfig.of(model, drafter, options)
-        self._start(config, Loader(config, report), report)
-
-    @classmethod
-    def from_config(cls, config: LLMConfig, *, report: ProgressCallback = no_progress) -> LLM:
-        llm = cls.__new__(cls)
-        llm._start(config, Loader(config, report), report)
-        return llm
+        self._loader = Loader(config, report)
+        self.model, self.tokenizer = model, config.tokenizer
+        if config.is_named:
+            self.model, tokenizer = self._loader(str(model))
+            self.tokenizer = config.tokenizer or tokenizer
+        generation_config.warn_unsupported(self.model)
+        self._build(config, report)
 
     def with_drafter(self, drafter: str | Mapping[str, Any] | Drafter, **changes: Any) -> LLM:
         """The same weights and options with another drafter, and a KV cache of its own. `changes`:
@@ -83,15 +83,6 @@ class LLM:
         config = dataclasses.replace(self.config, drafter=drafter, **changes)
         llm._build(config, no_progress)
         return llm
-
-    def _start(self, config: LLMConfig, loader: Loader, report: ProgressCallback) -> None:
-        self._loader = loader
-        self.model, self.tokenizer = config.model, config.tokenizer
-        if config.is_named:
-            self.model, tokenizer = loader(str(config.model))
-            self.tokenizer = config.tokenizer or tokenizer
-        generation_config.warn_unsupported(self.model)
-        self._build(config, report)
 
     def _build(self, config: LLMConfig, report: ProgressCallback) -> None:
         self.config = config
@@ -279,21 +270,22 @@ class LLM:
         if not ids:
             raise PromptError("the prompt is empty: give at least one token to continue from")
         verifier = self.engine.verifier
-        vocab_size, context = verifier.vocab_size, verifier.max_context
+        vocab_size, max_context = verifier.vocab_size, verifier.max_context
         if outside := [i for i in ids if not 0 <= i < vocab_size]:
             raise PromptError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
-        if len(ids) >= context:
+        if len(ids) >= max_context:
             raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens and the context {context}: shorten it"
+                f"the prompt has {len(ids)} tokens and the context {max_context}: shorten it"
                 + self._larger_context_hint()
             )
         params = generation_config.with_model_defaults(
-            given, self.model, context - len(ids), has_tokenizer=self.tokenizer is not None
+            given, self.model, max_context - len(ids), has_tokenizer=self.tokenizer is not None
         )
-        if len(ids) + (params.max_tokens or 0) > context:
+        if len(ids) + (params.max_tokens or 0) > max_context:
             raise ContextLengthError(
                 f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} exceed the context "
-                f"of {context}: ask for at most {context - len(ids)}" + self._larger_context_hint()
+                f"of {max_context}: ask for at most {max_context - len(ids)}"
+                + self._larger_context_hint()
             )
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; use stop_token_ids without one")
