@@ -83,7 +83,7 @@ NUM_INPUTS = (1, 3)  # of each sequence; the last one is that of its root
 
 
 def empty_pool() -> dict[str, Tensor]:
-    """As TreeInputs makes it, and `expanded`."""
+    """As TreeBuffers makes it, and `expanded`."""
     pool = {
         f"pool_{name}": torch.zeros(BATCH, POOL, dtype=torch.int32)
         for name in ("parent_nodes", "depths", "parents", "levels")

@@ -88,8 +88,8 @@ def _batches(task: str, prompts: list[list[int]], size: int) -> list[PromptBatch
 
 def context_for(batches: Sequence[PromptBatch], max_tokens: int, limit: int) -> int:
     """KV entries per slot: a cache of the model's whole context for every configuration would take
-    too much memory. At least what the policy measures latencies with, so that it decides here as
-    elsewhere."""
+    too much memory. At least the number that the policy measures latencies with, so that its
+    decisions are the same as elsewhere."""
     longest = max(len(prompt) for batch in batches for prompt in batch.prompts)
     return min(limit, max(longest + max_tokens, SURVEYED_KEYS))
 
@@ -148,8 +148,9 @@ def results_of(
                         [_forward_passes_ms(b.outcomes[name], forward_ms) for b in batches]
                         for name in (PLAIN, configuration.name)
                     ]
-                    speedups = [plain / own for plain, own in zip(*predicted, strict=True)]
-                    entry["worst_predicted_speedup"] = min(speedups)
+                    entry["worst_predicted_speedup"] = min(
+                        plain / drafted for plain, drafted in zip(*predicted, strict=True)
+                    )
             results.append(entry)
     return results
 
@@ -157,17 +158,17 @@ def results_of(
 def _result(
     configuration: Configuration, task: str, batches: Sequence[PromptBatch]
 ) -> dict[str, Any]:
-    """What is known of every engine."""
+    """The figures that every engine has."""
     name = configuration.name
-    own, plain = ([batch.outcomes[n] for batch in batches] for n in (name, PLAIN))
+    runs, plain = ([batch.outcomes[n] for batch in batches] for n in (name, PLAIN))
     speedups = [
         sum(outcomes[i].seconds for outcomes in plain)
-        / sum(outcomes[i].seconds for outcomes in own)
-        for i in range(min(map(len, own + plain)))
+        / sum(outcomes[i].seconds for outcomes in runs)
+        for i in range(min(map(len, runs + plain)))
     ]
-    tokens = sum(outcomes[-1].tokens for outcomes in own)
+    tokens = sum(outcomes[-1].tokens for outcomes in runs)
     texts, plain_texts = (
-        [text for outcomes in runs for text in outcomes[-1].texts] for runs in (own, plain)
+        [text for outcomes in side for text in outcomes[-1].texts] for side in (runs, plain)
     )
     entry = {
         "name": name,
@@ -186,7 +187,7 @@ def _result(
 
 
 def _engine_result(configuration: Draftahead, batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    """What this engine reports beyond that."""
+    """The figures that only this engine reports."""
     name, stats = configuration.name, Stats()
     last = [batch.outcomes[name][-1] for batch in batches]
     for outcome in last:

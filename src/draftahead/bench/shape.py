@@ -76,9 +76,9 @@ def measure_shape(
 ) -> dict[str, Any]:
     """The report of `draftahead bench --shape`."""
     one_of("--shape", name, SHAPES)
-    where = chosen_device(device)
-    weights_dtype = _weights_dtype(dtype, where)
-    target, draft = build_pair(name, weights_dtype, where)
+    torch_device = chosen_device(device)
+    weights_dtype = _weights_dtype(dtype, torch_device)
+    target, draft = build_pair(name, weights_dtype, torch_device)
     size = (num_prompts, PROMPT_LENGTH)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, target.vocab_size, size, generator=generator).tolist()
@@ -95,7 +95,7 @@ def measure_shape(
         return stats.accepted_at[0] / stats.drafted_at[0]
 
     upper = target.model.layers[DRAFT_LAYERS[name] :]
-    found = scale_layers(upper, first_token_acceptance, acceptance_rate)
+    simulated_rate = scale_layers(upper, first_token_acceptance, acceptance_rate)
     texts = ours[PLAIN].run(prompts, greedy).texts
     perfect.texts = {tuple(p): text for p, text in zip(prompts, texts, strict=True)}
     configurations: list[Configuration] = [*drafters]
@@ -108,12 +108,12 @@ def measure_shape(
         **provenance(),
         "shape": name,
         "acceptance_rate_requested": acceptance_rate,
-        "simulated_acceptance_rate": found,
+        "simulated_acceptance_rate": simulated_rate,
         "dtype": str(weights_dtype),
         **overheads(ours, results, num_drafted),
         "results": [row for row in results if "drafter" in row],
         "other_engines": [row for row in results if "drafter" not in row],
-        "peak_memory_bytes": peak_memory(where),
+        "peak_memory_bytes": peak_memory(torch_device),
     }
 
 
@@ -159,16 +159,16 @@ class PerfectDrafter(Drafter):
     def propose(self, batch: Batch) -> Draft | None:
         chains = []
         for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
-            text, at = self.texts.get(sequence.request.prompt, []), sequence.num_generated
-            chains.append(text[at : at + min(self.num_drafted, max_depth)])
+            text, start = self.texts.get(sequence.request.prompt, []), sequence.num_generated
+            chains.append(text[start : start + min(self.num_drafted, max_depth)])
         return Draft.chains(batch.roots, chains) if any(chains) else None
 
 
 @torch.no_grad()
 def scale_layers(layers: Any, acceptance_rate: Callable[[], float], wanted: float) -> float:
     """Scales the output projections of the layers above the draft model by bisection, until
-    `acceptance_rate()` is near `wanted`. Returns what it is. At scale 0 draft model and target
-    agree on every token, at a large scale on few."""
+    `acceptance_rate()` is near `wanted`; returns it. At scale 0 draft model and target agree on
+    every token, at a large scale on few."""
     if not 0 < wanted <= 1:
         raise ConfigError(f"--acceptance-rate must be above 0 and at most 1, not {wanted}")
     weights = [

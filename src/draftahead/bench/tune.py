@@ -63,19 +63,19 @@ def acceptance_by_position(overall: Rows) -> list[dict[str, Any]]:
     ]
 
 
-def advice(found: Rows) -> str:
+def advice(rows: Rows) -> str:
     """Which number to use, in one sentence."""
-    best = max(found, key=lambda row: row["decode_speedup"])
-    own = next(row for row in found if not is_fixed(row))
+    best = max(rows, key=lambda row: row["decode_speedup"])
+    unfixed = next(row for row in rows if not is_fixed(row))
     if best["decode_speedup"] < 1.02:
         return "drafting does not pay here: drafter `none` is as fast"
-    if own["decode_speedup"] >= 0.97 * best["decode_speedup"]:
-        decider = "policy" if own["num_speculative_tokens"] == AUTOMATIC else "drafter"
+    if unfixed["decode_speedup"] >= 0.97 * best["decode_speedup"]:
+        decider = "policy" if unfixed["num_speculative_tokens"] == AUTOMATIC else "drafter"
         return f"leave num_speculative_tokens to the {decider}: no fixed number is clearly better"
     return (
         f"num_speculative_tokens={best['num_speculative_tokens']} was faster here than "
-        f"{own['num_speculative_tokens']!r}: "
-        f"{best['decode_speedup']:.2f}x against {own['decode_speedup']:.2f}x"
+        f"{unfixed['num_speculative_tokens']!r}: "
+        f"{best['decode_speedup']:.2f}x against {unfixed['decode_speedup']:.2f}x"
     )
 
 
@@ -96,11 +96,11 @@ def acceptance_table(positions: Rows) -> Table:
     return table
 
 
-def speedup_table(found: Rows, title: str) -> Table:
+def speedup_table(rows: Rows, title: str) -> Table:
     columns = ("drafted tokens", "tokens per step", "predicted", "measured", "wall time")
     caption = "speed-up of decoding only; wall time includes prefill"
     table = table_of((), (*columns, "identical"), title=title, caption=caption)
-    for row in found:
+    for row in rows:
         if not is_fixed(row):
             table.add_section()
         keys = ("predicted_speedup", "decode_speedup", "speedup")

@@ -118,7 +118,7 @@ class TrainLoop:
             losses.append(self._step(batches))
             evaluates = self.step % self.config.eval_interval == 0 or self.step == self.config.steps
             if evaluates or self.step % CHECK_INTERVAL == 0:  # weights are checked before saving
-                usual = self._checked(torch.stack(losses[-CHECK_INTERVAL:]), usual)
+                usual = self._check_loss(torch.stack(losses[-CHECK_INTERVAL:]), usual)
             if evaluates:
                 seconds = time.perf_counter() - start
                 self._evaluate(float(torch.stack(losses).mean()), seconds)
@@ -159,7 +159,7 @@ class TrainLoop:
         decay = min(self.config.ema_decay, (1 + self.step) / (10 + self.step))
         torch._foreach_lerp_(averaged, current, 1 - decay)
 
-    def _checked(self, losses: Tensor, usual: float) -> float:
+    def _check_loss(self, losses: Tensor, usual: float) -> float:
         """The usual loss, updated; raises TrainingError if the latest loss diverged from it."""
         loss = float(losses.mean())
         diverged = usual and self.step > SETTLED and loss > DIVERGED * usual

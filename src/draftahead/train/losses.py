@@ -15,8 +15,8 @@ def target_probs(hidden: Tensor, lm_head: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.cat(
             [
-                (hidden[at : at + CHUNK] @ lm_head.T).float().softmax(-1).to(lm_head.dtype)
-                for at in range(0, max(1, len(hidden)), CHUNK)
+                (hidden[start : start + CHUNK] @ lm_head.T).float().softmax(-1).to(lm_head.dtype)
+                for start in range(0, max(1, len(hidden)), CHUNK)
             ]
         )
 

@@ -50,8 +50,8 @@ class TreePlan(NamedTuple):
         return self.num_children * (1 + self.num_expanded)
 
 
-class TreeInputs(Inputs):
-    """What changes from step to step, and the memory that trees of B sequences are built in."""
+class TreeBuffers(Inputs):
+    """Inputs of a graph, and the memory in which it builds the trees of B sequences."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class CudaEagleHead:
         kv_len = longest + max(plan.num_expanded, max_inputs)
         splits = KVSplits.over(0, min(kv_len, self._cache.num_entries))
 
-        def write(inputs: TreeInputs) -> None:
+        def write(inputs: TreeBuffers) -> None:
             scaled = [round(CONFIDENCE_SCALE * t) for t in temperatures] or [0] * batch
             keys = [key for one in rng_keys for key in one] or [0] * (batch * plan.max_depth)
             padded = [_padded(one, max_inputs) for one in (*tokens, *entries)]
@@ -172,14 +172,14 @@ class CudaEagleHead:
         found = self.graphs.run(
             (batch, max_inputs, plan, splits, hidden_indices, hidden_states.data_ptr()),
             partial(self._launch, plan=plan, splits=splits, hidden_states=hidden_states),
-            lambda: TreeInputs(batch, max_inputs, plan, hidden_indices, self.layers.x[:1]),
+            lambda: TreeBuffers(batch, max_inputs, plan, hidden_indices, self.layers.x[:1]),
             write,
             timer,
         )
         return None if found is None else found[0]
 
     def _launch(
-        self, inputs: TreeInputs, plan: TreePlan, splits: KVSplits, hidden_states: Tensor
+        self, inputs: TreeBuffers, plan: TreePlan, splits: KVSplits, hidden_states: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Every kernel of a tree, in order."""
         layers, batch = self.layers, len(inputs.tokens)
@@ -205,7 +205,7 @@ class CudaEagleHead:
         )  # fmt: skip
         return (inputs.trees,)
 
-    def _run_inputs(self, inputs: TreeInputs, splits: KVSplits, hidden_states: Tensor) -> None:
+    def _run_inputs(self, inputs: TreeBuffers, splits: KVSplits, hidden_states: Tensor) -> None:
         """The missing inputs; the last one of each sequence is that of its root."""
         layers, kernels, projection = self.layers, self._kernels, self._projection
         batch, max_inputs = inputs.tokens.shape
@@ -230,7 +230,7 @@ class CudaEagleHead:
         )  # fmt: skip
         layers.run(metadata, splits, first_input=self._first_input, out=inputs.root_outputs)
 
-    def _expand(self, inputs: TreeInputs, plan: TreePlan, level: int) -> None:
+    def _expand(self, inputs: TreeBuffers, plan: TreePlan, level: int) -> None:
         """Chooses the nodes to expand at a level, and prepares their inputs."""
         pool = {name: t for name, t in inputs.pool.items() if name != "pool_parents"}
         self.layers.launch(
@@ -244,7 +244,7 @@ class CudaEagleHead:
             NORM_OUTPUT=self._projection.norm_output, **self._first_input_arguments(),
         )  # fmt: skip
 
-    def _add_children(self, inputs: TreeInputs, plan: TreePlan, level: int) -> None:
+    def _add_children(self, inputs: TreeBuffers, plan: TreePlan, level: int) -> None:
         """Adds children of the nodes that were expanded at a level to the pool; level 0: of the
         roots."""
         layers, kernels, draft_to_target = (
