@@ -32,7 +32,7 @@ from draftahead.core.types import Batch
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError
 from draftahead.llm import LLM
-from draftahead.loader.hub import chosen_device, chosen_dtype
+from draftahead.loader.hub import resolve_device, resolve_dtype
 from draftahead.loader.progress import progress_bar
 
 
@@ -76,7 +76,7 @@ def measure_shape(
 ) -> dict[str, Any]:
     """The report of `draftahead bench --shape`."""
     one_of("--shape", name, SHAPES)
-    torch_device = chosen_device(device)
+    torch_device = resolve_device(device)
     weights_dtype = _weights_dtype(dtype, torch_device)
     target, draft = build_pair(name, weights_dtype, torch_device)
     size = (num_prompts, PROMPT_LENGTH)
@@ -118,7 +118,7 @@ def measure_shape(
 
 
 def _weights_dtype(name: str | None, device: torch.device) -> torch.dtype:
-    chosen = chosen_dtype(name, device)
+    chosen = resolve_dtype(name, device)
     if isinstance(chosen, str):
         found: torch.dtype = getattr(torch, "bfloat16" if chosen == "auto" else chosen)
         return found

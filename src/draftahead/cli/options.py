@@ -61,7 +61,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 # ------------------------------------------------------------------- values, checked early
 
 
-def writable(file: Path | None) -> Path | None:
+def check_file(file: Path | None) -> Path | None:
     """Called before the work, so that a long run is not lost."""
     try:
         if file is not None:
@@ -71,10 +71,10 @@ def writable(file: Path | None) -> Path | None:
     return file
 
 
-def drawable(file: Path | None) -> Path | None:
+def check_plot_file(file: Path | None) -> Path | None:
     if file is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'draftahead[bench]'")
-    return writable(file)
+    return check_file(file)
 
 
 def check_folder(folder: Path) -> None:
@@ -112,9 +112,9 @@ Exact = Annotated[str | None, Option(help="distribution (the default), or replay
 MaxContext = Annotated[int | None, Option(help="Tokens per sequence in the KV cache.")]
 Json = Annotated[
     Path | None,
-    Option("--json", help="Write a JSON report.", metavar="FILE", callback=writable),
+    Option("--json", help="Write a JSON report.", metavar="FILE", callback=check_file),
 ]
-Plot = Annotated[Path | None, Option(help="Draw the report into a PNG file.", callback=drawable)]
+Plot = Annotated[Path | None, Option(help="Draw the report into a PNG file.", callback=check_plot_file)]
 
 
 # ---------------------------------------------------------------------------------- groups

@@ -57,8 +57,8 @@ def load(
     folder or file. The default device is CUDA if there is one; the default dtype is float32 on a
     CPU and the checkpoint's elsewhere.
     """
-    device = chosen_device(device)
-    dtype = chosen_dtype(dtype, device)
+    device = resolve_device(device)
+    dtype = resolve_dtype(dtype, device)
     with _clear_errors(model):
         source = _find(model, progress)
         progress(f"loading {model}")
@@ -77,7 +77,7 @@ def load(
     return network, tokenizer
 
 
-def chosen_device(device: str | torch.device | None) -> torch.device:
+def resolve_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return default_device()
     try:
@@ -89,7 +89,7 @@ def chosen_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def chosen_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
     if dtype is None:
         return torch.float32 if device_of(device).is_cpu else "auto"
     if isinstance(dtype, str) and dtype not in DTYPES:

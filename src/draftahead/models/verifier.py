@@ -49,12 +49,11 @@ class Verifier:
         )
         self.cache = self.runner.cache
         self.max_context, self.vocab_size = self.runner.max_context, self.runner.vocab_size
-        # Kernels whose bits depend on the shape of a forward are given one shape only.
+        # With kernels whose bits depend on the shape of a forward, all forwards have one shape.
         self.fixed_shape = self.replay and not self.runner.batch_invariant
         self.max_nodes = REPLAY_NODES if self.fixed_shape else MAX_NODES
-        # Whose tokens each slot was last compared with: the id of a sequence.
-        self._owners = [-1] * max_batch
-        self._tested: set[int] = set()  # values of kv_len that passed the self-test
+        self._owners = [-1] * max_batch  # id of the sequence that a slot was last compared with
+        self._tested_kv_lens: set[int] = set()
         self._num_written = 0  # KV entries of slot 0 that were written for timing
         if self.replay:
             self._self_test(0, min(REPLAY_KV_LEN, self.cache.num_entries))
@@ -186,7 +185,7 @@ class Verifier:
 
     def _self_test(self, slot: int, kv_len: int) -> None:
         """A token must get the same bits as the root of a forward and as any node of a chain."""
-        if kv_len in self._tested:
+        if kv_len in self._tested_kv_lens:
             return
         generator = torch.Generator().manual_seed(kv_len)
         start = max(0, min(kv_len // 2, self.max_context - REPLAY_NODES))
@@ -212,4 +211,4 @@ class Verifier:
                 )
             held.append(token)
         held.clear()
-        self._tested.add(kv_len)
+        self._tested_kv_lens.add(kv_len)
