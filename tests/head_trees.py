@@ -47,8 +47,8 @@ def assert_same_trees(
     launch for each number. The tree builder must have no smallest confidence."""
     drafter = llm.engine.drafter
     assert isinstance(drafter, Eagle) and drafter.launcher is not None
-    batch, has_inputs = next_batch(llm, prompts, params), [True] * len(prompts)
-    trees = TreeForward(drafter.runner, drafter.prefill, batch.sequences, has_inputs)
+    batch = next_batch(llm, prompts, params)
+    trees = TreeForward(drafter.runner, drafter.prefill, batch.sequences)
     built = TreeBuilder(plan.max_depth, plan.nodes_per_level).build(
         batch, trees.root_logits, trees.expand, drafter.runner.draft_to_target
     )
@@ -57,7 +57,7 @@ def assert_same_trees(
     for count in missing:
         for held in drafter.runner.cache.tokens_in:
             del held[max(0, len(held) - count) :]
-        launched = drafter.launcher.launch(batch, has_inputs, plan)
+        launched = drafter.launcher.launch(batch, plan)
         assert launched is not None
         found, _ = launched.to_host()
         for b in range(len(prompts)):

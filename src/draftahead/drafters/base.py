@@ -6,7 +6,7 @@ the engine checks every draft and treats a bad one as no draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -113,7 +113,7 @@ class DrafterContext:
         return self.target
 
 
-def with_drafts_for(batch: Batch, mask: Sequence[bool]) -> Batch:
+def with_drafts_for(batch: Batch, mask: Iterable[bool]) -> Batch:
     """The batch with a max_depth of 0 for all sequences but those of `mask` [B]."""
     pairs = zip(batch.max_depths, mask, strict=True)
     return replace(batch, max_depths=tuple(depth if drafts else 0 for depth, drafts in pairs))

@@ -57,7 +57,7 @@ def test_trees_of_one_call_match_the_tree_builders(
     batch = dataclasses.replace(batch, max_depths=tuple(max_depths))
     assert builder.supports(batch, drafter.builder)
     cache = drafter.runner.cache
-    TreeForward(drafter.runner, drafter.prefill, batch.sequences, [True] * 3)
+    TreeForward(drafter.runner, drafter.prefill, batch.sequences)
     lengths = [len(tokens) for tokens in cache.tokens_in]
     before = [cache.keys[0][b, :, :length].clone() for b, length in enumerate(lengths)]
     for b, num_missing in enumerate((3, 1, 2)):
@@ -68,12 +68,12 @@ def test_trees_of_one_call_match_the_tree_builders(
     monkeypatch.setattr(
         kernels, "build_trees", lambda args: levels_built.append(build(args)) or levels_built[0]
     )
-    ours = builder.build(batch, [True] * 3, drafter.builder)
+    ours = builder.build(batch, drafter.builder)
     assert [len(tokens) for tokens in cache.tokens_in] == lengths
     for b, length in enumerate(lengths):
         assert torch.allclose(cache.keys[0][b, :, :length], before[b], atol=1e-5)
 
-    trees = TreeForward(drafter.runner, drafter.prefill, batch.sequences, [True] * 3)
+    trees = TreeForward(drafter.runner, drafter.prefill, batch.sequences)
     levels = list[int]()
 
     def expand(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
@@ -101,9 +101,9 @@ def test_logits_that_are_not_finite_make_no_draft(
     _, llm, drafter = eagle_llm(monkeypatch, kernels=True, max_batch=1)
     builder, batch = builder_and_batch(llm, drafter, [PROMPT])
     drafter.head.lm_head.weight[5] = value  # one token's logit
-    assert builder.build(batch, [True], drafter.builder) is None
+    assert builder.build(batch, drafter.builder) is None
     drafter.head.norm.weight[5] = value  # all of them
-    assert builder.build(batch, [True], drafter.builder) is None
+    assert builder.build(batch, drafter.builder) is None
 
 
 @torch.inference_mode()
@@ -114,7 +114,7 @@ def test_a_tree_ends_where_another_level_would_not_pay(monkeypatch: pytest.Monke
     sizes = []
     for seconds in (0.0, 1e9):
         monkeypatch.setattr(drafter.builder, "level_seconds", seconds)
-        draft = builder.build(batch, [True], drafter.builder)
+        draft = builder.build(batch, drafter.builder)
         assert draft is not None
         sizes.append(draft.num_nodes[0])
     assert sizes[0] > sizes[1] == 1 + 4  # the root's children cost nothing more

@@ -42,7 +42,7 @@ def reference_logits(head: EagleHead, model: Any, text: list[int], path: list[in
 
 def started(drafter: Eagle, sequences: Any) -> TreeForward:
     """Trees of roots alone; the head has read all of the sequences' inputs."""
-    return TreeForward(drafter.runner, drafter.prefill, sequences, [True] * len(sequences))
+    return TreeForward(drafter.runner, drafter.prefill, sequences)
 
 
 @with_and_without_kernels

@@ -60,16 +60,11 @@ class CpuTreeBuilder:
         num_nodes = len(batch.sequences) * builder.expanded_per_level
         return plain and readable and num_nodes <= MAX_NODES
 
-    def build(
-        self,
-        batch: Batch,
-        has_inputs: Sequence[bool],
-        builder: TreeBuilder,
-    ) -> Draft | None:
+    def build(self, batch: Batch, builder: TreeBuilder) -> Draft | None:
         """The draft that `builder` would build, which measures the time of its levels."""
         runner, projection, num_sequences = self._runner, self._projection, len(batch.sequences)
         max_missing = min(MAX_MISSING, NODES_PER_CALL // num_sequences)
-        missing = self._prefill.prepare(batch.sequences, has_inputs, max_missing)
+        missing = self._prefill.prepare(batch.sequences, max_missing)
         runner.target.cache.compact()
         held = runner.cache.tokens_in
         root_entries = [len(held[slot]) + len(own) - 1 for slot, own in enumerate(missing)]

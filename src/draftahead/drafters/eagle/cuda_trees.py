@@ -3,8 +3,6 @@ host has read them (a device draft). Waiting for every level would take longer t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from draftahead.backends.base import UnsupportedSpecError
 from draftahead.backends.cuda.timing import TimerCache
 from draftahead.core.device import device_of
@@ -47,14 +45,12 @@ class CudaTreeLauncher:
         """Processors depend on the path to a node, which only the device knows."""
         return not batch.modifies_logits and self._kernels.supports(len(batch.sequences), plan)
 
-    def launch(
-        self, batch: Batch, has_inputs: Sequence[bool], plan: TreePlan
-    ) -> DeviceDraft | None:
+    def launch(self, batch: Batch, plan: TreePlan) -> DeviceDraft | None:
         """Starts building trees, and returns without waiting. None where that fails; then no input
         was computed."""
         runner, target = self._runner, self._runner.target
         max_missing = min(MAX_MISSING, self._kernels.max_inputs(len(batch.sequences)))
-        missing = self._prefill.prepare(batch.sequences, has_inputs, max_missing)
+        missing = self._prefill.prepare(batch.sequences, max_missing)
         num_cached = [len(tokens) for tokens in runner.cache.tokens_in[: len(missing)]]
         hidden = target.cache.hidden
         assert hidden is not None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from draftahead.drafters.eagle.cpu_trees import CpuTreeBuilder
 from draftahead.drafters.eagle.cuda_head import TreePlan
 from draftahead.drafters.eagle.cuda_trees import CudaTreeLauncher
 from draftahead.drafters.eagle.head import EagleHead
-from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
+from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill, has_inputs
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.eagle.tree_forward import TreeForward
 from draftahead.drafters.eagle.tree_size import TreeSize
@@ -90,21 +89,20 @@ class Eagle(DeviceDrafter):
 
     @torch.inference_mode()
     def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
-        has_inputs = _has_inputs(batch)
-        batch = with_drafts_for(batch, has_inputs)
+        batch = with_drafts_for(batch, map(has_inputs, batch.sequences))
         if not any(batch.max_depths):
             return None
         self._launched = self.launch(batch)
-        return self._launched or self._build(batch, has_inputs)
+        return self._launched or self._build(batch)
 
     # ------------------------------------------------------------------ drafts level by level
 
     @torch_single_threaded()
-    def _build(self, batch: Batch, has_inputs: Sequence[bool]) -> Draft | None:
+    def _build(self, batch: Batch) -> Draft | None:
         by_kernels = self.cpu_builder
         if self.adaptive and by_kernels is not None and by_kernels.supports(batch, self.builder):
-            return by_kernels.build(batch, has_inputs, self.builder)
-        forward = TreeForward(self.runner, self.prefill, batch.sequences, has_inputs)
+            return by_kernels.build(batch, self.builder)
+        forward = TreeForward(self.runner, self.prefill, batch.sequences)
         logits, draft_to_target = forward.root_logits, self.runner.draft_to_target
         if not self.adaptive and self.tree is None:
             vocab_size = self.target.vocab_size
@@ -131,13 +129,12 @@ class Eagle(DeviceDrafter):
         return self.launcher is not None and self.launcher.works
 
     def launch(self, batch: Batch) -> DeviceDraft | None:
-        has_inputs, launcher = _has_inputs(batch), self.launcher
-        if launcher is None or not any(has_inputs):
+        if self.launcher is None or not any(map(has_inputs, batch.sequences)):
             return None
         plan = self._plan(batch)
-        if plan is None or not launcher.supports(batch, plan):
+        if plan is None or not self.launcher.supports(batch, plan):
             return None
-        return launcher.launch(batch, has_inputs, plan)
+        return self.launcher.launch(batch, plan)
 
     def _plan(self, batch: Batch) -> TreePlan | None:
         """The trees that a GPU should build; None where it cannot."""
@@ -157,11 +154,6 @@ class Eagle(DeviceDrafter):
         launched, self._launched = self._launched, None
         if launched is not None:
             self.observe(launched, draft)
-
-
-def _has_inputs(batch: Batch) -> list[bool]:
-    """An input needs the hidden states of a token before the root."""
-    return [len(sequence.tokens) > 1 for sequence in batch.sequences]
 
 
 def _head(model: Any, target: Any) -> EagleHead:

@@ -25,6 +25,11 @@ from draftahead.models.runner import PREFILL_CHUNK
 MAX_MISSING = 16
 
 
+def has_inputs(sequence: SequenceState) -> bool:
+    """An input needs the hidden states of a token before the root."""
+    return len(sequence.tokens) > 1
+
+
 class HeadPrefill:
     """Compares the head's cache with the sequences of a batch, and computes long gaps at once."""
 
@@ -36,17 +41,15 @@ class HeadPrefill:
         # Graphs read the target's hidden states at the address at which they were captured.
         self._graphs_hidden = runner.target.cache.hidden
 
-    def prepare(
-        self, sequences: Sequence[SequenceState], has_inputs: Sequence[bool], max_missing: int
-    ) -> list[list[int]]:
+    def prepare(self, sequences: Sequence[SequenceState], max_missing: int) -> list[list[int]]:
         """The tokens of the inputs that each slot lacks, the last of which is the root. Where that
         are more than `max_missing`, all but the last are computed here. A sequence of one token has
         no input; in its place a dummy is returned."""
         cached, missing = self._runner.cache.tokens_in, []
         for slot, sequence in enumerate(sequences):
             is_owner = self._owners.claim(sequence.id, slot)
-            tokens = sequence.tokens if has_inputs[slot] else [0, 0]
-            if is_owner and has_inputs[slot]:
+            tokens = sequence.tokens if has_inputs(sequence) else [0, 0]
+            if is_owner and has_inputs(sequence):
                 num_matching = len(cached[slot])  # tokens are only appended
             else:
                 num_matching = self._runner.cache.matching_prefix(slot, tokens[1:])

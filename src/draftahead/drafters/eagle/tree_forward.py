@@ -20,14 +20,10 @@ class TreeForward:
     the root."""
 
     def __init__(
-        self,
-        runner: EagleRunner,
-        prefill: HeadPrefill,
-        sequences: Sequence[SequenceState],
-        has_inputs: Sequence[bool],
+        self, runner: EagleRunner, prefill: HeadPrefill, sequences: Sequence[SequenceState]
     ) -> None:
         """Computes the missing inputs of every sequence; the last ones are those of the roots."""
-        missing = prefill.prepare(sequences, has_inputs, MAX_MISSING)
+        missing = prefill.prepare(sequences, MAX_MISSING)
         cached = runner.cache.tokens_in[: len(missing)]
         output = runner.forward_inputs(0, padded(missing), [len(tokens) for tokens in cached])
         prefill.commit(missing)

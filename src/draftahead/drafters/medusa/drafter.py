@@ -85,7 +85,7 @@ class Medusa(Drafter):
 
     @torch_single_threaded()
     def propose(self, batch: Batch) -> Draft | None:
-        batch = with_drafts_for(batch, [s.num_generated > 0 for s in batch.sequences])
+        batch = with_drafts_for(batch, (s.num_generated > 0 for s in batch.sequences))
         if not any(batch.max_depths):
             return None
         logits = self._logits(batch)
