@@ -51,11 +51,11 @@ def depth_tensor(parents: Tensor) -> Tensor:
     """[B, N] parents -> [B, N] depths, by pointer jumping on their device. Of an invalid tree the
     root's is right, and all are below N."""
     num_nodes = parents.shape[1]
-    above = F.pad(parents[:, 1:].clamp(0, num_nodes - 1), (1, 0))
+    ancestor = F.pad(parents[:, 1:].clamp(0, num_nodes - 1), (1, 0))
     found = (torch.arange(num_nodes, device=parents.device) > 0).long().expand_as(above)
     for _ in range(num_nodes.bit_length()):
-        found = found + found.gather(1, above)
-        above = above.gather(1, above)
+        found = found + found.gather(1, ancestor)
+        ancestor = ancestor.gather(1, ancestor)
     return found.clamp(max=num_nodes - 1)
 
 
