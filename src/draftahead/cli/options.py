@@ -114,7 +114,9 @@ Json = Annotated[
     Path | None,
     Option("--json", help="Write a JSON report.", metavar="FILE", callback=check_file),
 ]
-Plot = Annotated[Path | None, Option(help="Draw the report into a PNG file.", callback=check_plot_file)]
+Plot = Annotated[
+    Path | None, Option(help="Draw the report into a PNG file.", callback=check_plot_file)
+]
 
 
 # ---------------------------------------------------------------------------------- groups
