@@ -137,7 +137,10 @@ def test_to_host_validates_a_tree() -> None:
 @pytest.mark.parametrize("wrong", [[-1, 0, 2, 1], [-1, 1, 0, 0], [-1, 0, -1, 0], [-1, 0, 0, 3]])
 def test_what_is_no_tree_counts_as_its_root(wrong: list[int]) -> None:
     """A parent stands before its children. The other sequence is not affected."""
-    known, _ = built([PARENTS[0], wrong]).to_host()
+    draft = built([PARENTS[0], wrong])
+    known, nothing = draft.to_host()
+    assert nothing == [[], []]
+    assert draft.num_nodes == [4, 4]
     assert known.tokens == [[7, 1, 2, 3], [8, 8, 8, 8]]
     assert known.parents == [[-1, 0, 0, 2], [-1, 0, 0, 0]]
     assert known.num_nodes == [4, 1]

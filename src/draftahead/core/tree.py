@@ -52,7 +52,7 @@ def depth_tensor(parents: Tensor) -> Tensor:
     root's is right, and all are below N."""
     num_nodes = parents.shape[1]
     ancestor = F.pad(parents[:, 1:].clamp(0, num_nodes - 1), (1, 0))
-    found = (torch.arange(num_nodes, device=parents.device) > 0).long().expand_as(above)
+    found = (torch.arange(num_nodes, device=parents.device) > 0).long().expand_as(ancestor)
     for _ in range(num_nodes.bit_length()):
         found = found + found.gather(1, ancestor)
         ancestor = ancestor.gather(1, ancestor)
