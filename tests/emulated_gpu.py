@@ -173,7 +173,7 @@ class EmulatedGpu(Device):
     def event(self, *, timing: bool = False) -> Any:
         return EmulatedEvent()
 
-    def mark(self, event: Any) -> None:
+    def record(self, event: Any) -> None:
         event.record()
 
     def shared_memory(self) -> int | None:
@@ -182,7 +182,7 @@ class EmulatedGpu(Device):
     def graph_memory(self) -> EmulatedGpu:
         return self
 
-    def renew(self) -> None: ...
+    def reset_pool(self) -> None: ...
 
     def forbid_sync(self) -> AbstractContextManager[None]:
         return self._refusing(WaitRefusing())
@@ -229,6 +229,6 @@ def emulated_gpu(**options: Any) -> Iterator[EmulatedGpu]:
     gpu = EmulatedGpu(torch.device("cpu"), **options)
     with (
         mock.patch.dict(devices.FACTORIES, {"cpu": lambda _: gpu}),
-        mock.patch.dict(devices._KNOWN, clear=True),
+        mock.patch.dict(devices._devices, clear=True),
     ):
         yield gpu

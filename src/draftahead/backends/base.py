@@ -1,4 +1,4 @@
-"""The interface of a backend: a way to run a forward pass that is faster than the model's own."""
+"""The interface of a backend, which runs forward passes faster than transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class CacheSlice(NamedTuple):
 
     first_slot: int  # of the sequences, which take adjacent slots
     kv_len: int  # KV entries of each slot to read, at least
-    last_position: int  # largest position of the model; padding is clamped to it
+    # Largest position of the model, to which positions of padding are clamped. CudaDecoder clamps
+    # to the cache's size instead.
+    last_position: int
     num_context_tokens: int  # nodes of each sequence that are text; the rest: drafts or padding
 
 
@@ -28,7 +30,7 @@ class DeviceTree(NamedTuple):
     trees: Tensor  # [B, 2 or more, N]: tokens and parents, on the device
 
     def and_idle(self, num_sequences: int) -> DeviceTree:
-        """With trees of zeros for so many idle slots behind them."""
+        """With trees of zeros for `num_slots` more slots, whose output is not used."""
         padded = F.pad(self.trees, (0, 0, 0, 0, 0, num_sequences))
         return DeviceTree([*self.roots, *[0] * num_sequences], padded)
 
@@ -36,7 +38,7 @@ class DeviceTree(NamedTuple):
 class Backend(Protocol):
     """Our kernels or CUDA graphs of the model's own forward, bound to a model and a KV cache."""
 
-    # Whether a token's logits are the same bits in every forward pass, whatever else it computes.
+    # Whether a token's logits are the same bits in every forward pass, for any batch and draft.
     batch_invariant: bool
     # Largest relative distance of its logits from the model's own forward, checked at load.
     tolerance: float
@@ -48,7 +50,7 @@ class Backend(Protocol):
         cache; those after the last layer are normed."""
 
     def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
-        """Whether it runs a forward pass of this size."""
+        """Whether `forward` takes this size."""
         ...
 
     def forward(
@@ -60,9 +62,9 @@ class Backend(Protocol):
         cache_slice: CacheSlice,
         with_logits: bool = True,
     ) -> ForwardOutput | None:
-        """Runs nodes `tokens` [B, N] behind the `num_cached` [B] entries of their slots, and writes
-        their KV entries. `parents` of trees; None: chains. The output's tensors may be overwritten
-        by the next forward. None if this backend cannot run this pass after all."""
+        """Computes nodes `tokens` [B, N] behind the `num_cached` [B] entries of their slots, and
+        writes their KV entries. `parents` of trees; None: chains. The output's tensors may be
+        overwritten by the next forward. Returns None if the forward cannot be captured."""
         ...
 
 

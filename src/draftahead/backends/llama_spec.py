@@ -33,7 +33,7 @@ LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 class LayerSpec:
     """One decoder layer."""
 
-    linears: dict[str, Any]  # modules, by the names of LINEARS
+    linears: dict[str, Any]  # modules with or without bias, by the names of LINEARS
     input_norm: Tensor
     post_attention_norm: Tensor
     q_norm: Tensor | None
@@ -68,7 +68,7 @@ class LlamaSpec:
 def llama_spec_of(
     model: Any, cache: KVCache, attention_options: dict[int, dict[str, Any]]
 ) -> LlamaSpec:
-    """`attention_options`: by layer, what it passes to its attention function (scaling, window).
+    """`attention_options`: by layer, the options of its attention function (scaling, window).
     Raises UnsupportedSpecError with the reason if the model has another shape."""
     kind = model.config.model_type
     require(kind in MODEL_TYPES, f"model type {kind} is not one of {', '.join(MODEL_TYPES)}")

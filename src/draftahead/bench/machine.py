@@ -96,8 +96,8 @@ def timed(job: Callable[[], object], device: torch.device) -> float:
         return 1e3 * (time.perf_counter() - start)
     begin, end = (kind.event(timing=True) for _ in range(2))
     kind.delay()  # the device is busy while the host launches the work: that is not measured
-    kind.mark(begin)
+    kind.record(begin)
     job()
-    kind.mark(end)
+    kind.record(end)
     end.synchronize()
     return float(begin.elapsed_time(end))

@@ -20,10 +20,10 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A point in a device's work."""
+    """A point in a device's stream of work."""
 
     def record(self, stream: Any = None) -> None:
-        """Puts it behind all work that was launched so far."""
+        """Sets it behind all work launched so far."""
 
     def query(self) -> bool:
         """Whether the device has passed it, or it was never recorded."""
@@ -40,7 +40,7 @@ class Event(Protocol):
 class Captured(Protocol):
     """A captured CUDA graph."""
 
-    output: Any  # what the captured function returned: every replay writes there again
+    output: Any  # of the captured function; every replay overwrites these tensors
 
     def replay(self) -> None: ...
 
@@ -52,7 +52,7 @@ class GraphMemory(Protocol):
         """Runs `body`, which must not wait for the device, and returns it as a graph."""
         ...
 
-    def renew(self) -> None:
+    def reset_pool(self) -> None:
         """Starts a new memory pool, after all graphs of the old one were dropped."""
 
 
@@ -81,7 +81,7 @@ class Device:
         """Waits for all work of the device."""
 
     def pinned(self, values: Tensor) -> Tensor:
-        """A CPU tensor in memory that the device can read by itself."""
+        """A CPU tensor in page-locked memory, which the device reads without the host."""
         return values
 
     def is_on_host(self, tensor: Tensor) -> bool:
@@ -94,8 +94,8 @@ class Device:
     def event(self, *, timing: bool = False) -> Event:
         raise NotImplementedError(f"{self.device} has no events")
 
-    def mark(self, event: Event) -> None:
-        """Records an event in the stream that the device works on."""
+    def record(self, event: Event) -> None:
+        """Records an event in the device's current stream."""
         raise NotImplementedError(f"{self.device} has no events")
 
     def forbid_sync(self) -> AbstractContextManager[None]:
@@ -114,7 +114,7 @@ class Device:
         return int(psutil.virtual_memory().available) if self.is_cpu else None
 
     def peak_memory(self) -> int | None:
-        """Most bytes allocated so far, or None where that is not the device's own memory."""
+        """Most bytes allocated so far, or None for a device without memory of its own."""
         return None
 
     def delay(self) -> None:
@@ -157,7 +157,7 @@ class CudaDevice(Device):
         found: Event = make(enable_timing=True) if timing else make()
         return found
 
-    def mark(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         event.record(torch.cuda.current_stream(self.device))
 
     @contextmanager
@@ -179,7 +179,7 @@ class CudaDevice(Device):
         return int(getattr(limits, "shared_memory_per_block_optin", 99 * 1024))
 
     def free_memory(self) -> int | None:
-        # What the allocator keeps for itself but does not use is free for us too.
+        # Memory that torch's allocator has reserved but does not use is free for us too.
         idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + idle
 
@@ -195,7 +195,7 @@ _FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 class CudaGraphMemory:
-    """A memory pool, and a stream of its own to capture on."""
+    """A memory pool, and a stream to capture on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -203,7 +203,7 @@ class CudaGraphMemory:
             self._pool: Any = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def renew(self) -> None:
+    def reset_pool(self) -> None:
         with torch.cuda.device(self._device):
             self._pool = torch.cuda.graph_pool_handle()
 
@@ -229,18 +229,18 @@ class CudaGraphMemory:
 class CudaGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Any) -> None:
         self.output = output
-        self.replay = graph.replay  # without a call in between: it is on the path of every forward
+        self.replay = graph.replay  # no method around it: it is called in every forward
 
 
-# By type of device; others are plain `Device`s.
+# By type of device; other types are `Device`s.
 FACTORIES: dict[str, Callable[[torch.device], Device]] = {"cuda": CudaDevice}
-_KNOWN: dict[torch.device, Device] = {}
+_devices: dict[torch.device, Device] = {}
 
 
 def device_of(device: torch.device) -> Device:
-    found = _KNOWN.get(device)
+    found = _devices.get(device)
     if found is None:
-        found = _KNOWN[device] = FACTORIES.get(device.type, Device)(device)
+        found = _devices[device] = FACTORIES.get(device.type, Device)(device)
     return found
 
 

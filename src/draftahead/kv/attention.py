@@ -1,8 +1,8 @@
 """The attention function that every layer of the target calls, and its mask.
 
-A model's forward passes a 4-D mask on to every layer unchanged. Ours holds *distances*: how many
-positions a key lies behind the query, negative where it is hidden. One tensor then serves full and
-sliding-window layers, chains and trees (where the index of a KV entry is not its position).
+transformers passes a 4-D mask on to every layer unchanged. Ours holds *distances*: query position
+minus key position, negative where the key is masked. One tensor then serves full and sliding-window
+layers, chains and trees (where the index of a KV entry is not its position).
 """
 
 from __future__ import annotations
@@ -81,27 +81,27 @@ def grouped_attention(
 
 
 def additive(distance: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same mask for models that do not use the attention interface: a float to be added."""
-    hidden = torch.finfo(dtype).min
+    """The mask as a float to be added, for models that do not use the attention interface."""
+    mask_value = torch.finfo(dtype).min
     return torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill_(
-        distance < 0, hidden
+        distance < 0, mask_value
     )
 
 
 def _mask_from_us(*_: object, **__: object) -> Tensor:
-    raise AssertionError("the model asked for a mask of its own although ours was passed")
+    raise AssertionError("the model built its own mask although ours was passed")
 
 
 def register(calls: dict[int, dict[str, Any]]) -> str:
-    """Makes the function known to transformers. Both names: without the second a model would
-    get no mask at all. Returns the name of a variant that notes each layer's options in `calls`.
-    """
+    """Registers the attention function with transformers, and a mask function beside it: without
+    one, a model gets no mask. Returns the name of a variant that records each layer's options in
+    `calls`."""
 
-    def noting(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         calls[int(getattr(module, "layer_idx", -1))] = kwargs
         return grouped_attention(module, *args, **kwargs)
 
-    for name, function in ((NAME, grouped_attention), (PROBE, noting)):
+    for name, function in ((NAME, grouped_attention), (PROBE, recording)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, _mask_from_us)
     return PROBE

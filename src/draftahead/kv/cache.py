@@ -1,8 +1,8 @@
-"""The static KV cache: fixed tensors, one length per batch slot, rollback by moving a pointer.
+"""The static KV cache: fixed tensors and a length per batch slot; rollback only sets the length.
 
 Batch slot b of every tensor belongs to sequence b of the batch. A forward writes the KV entries of
-its N nodes behind a slot's length; only those of the accepted path then count. What lies behind the
-length is garbage that no mask lets through, and that the next forward overwrites.
+its N nodes behind a slot's length; `commit` then adds those of the accepted path to it. Entries
+behind the length are masked, and the next forward overwrites them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class KVCache:
         self.bytes = per_token * dtype.itemsize * num_slots * num_entries
         _check_memory(self.bytes, num_slots, num_entries, device)
 
-        # (heads, head_dim) of keys and values, layer by layer. Those alike are parts of one tensor:
-        # what is moved in all layers is moved at once.
+        # (heads, head_dim) of keys and values, layer by layer. Tensors of equal shape are stacked:
+        # compaction then copies the entries of all layers at once.
         self._sizes = [size for s in shapes for size in (s[:2], s[2:])]
         counts = Counter(self._sizes)
         self._stacks = {
@@ -60,16 +60,13 @@ class KVCache:
             for (heads, dim), count in counts.items()
         }
         parts = {size: iter(stack) for size, stack in self._stacks.items()}
-        each = [next(parts[size]) for size in self._sizes]
-        self.keys, self.values = (
-            each[::2],
-            each[1::2],
-        )  # by layer: [slots, heads, entries, head_dim]
+        tensors = [next(parts[size]) for size in self._sizes]
+        # By layer: [slots, heads, entries, head_dim].
+        self.keys, self.values = tensors[::2], tensors[1::2]
         # [slots, 1, entries, W * hidden_size]: auxiliary hidden states of the tokens, for
         # drafters that read them. They lie beside the KV entries, and are moved with them.
         self.hidden: Tensor | None = None
-        # The tokens whose KV entries each slot holds, from entry 0: its length, and what of it can
-        # be reused.
+        # The tokens of each slot's KV entries, from entry 0 on; their number is the slot's length.
         self.tokens_in: list[list[int]] = [[] for _ in range(num_slots)]
         self.write_count = 0  # changes of entries other than by forwards
         self.long_rope = [False] * num_slots  # which frequencies rotated a slot: see runner.py
@@ -106,12 +103,12 @@ class KVCache:
         return [*self._stacks.values(), *hidden]
 
     def matching_prefix(self, slot: int, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, from the first on, the slot holds already."""
-        held = self.tokens_in[slot]
-        count = min(len(held), len(tokens))
-        if held[:count] == list(tokens[:count]):
+        """Length of the longest prefix of `tokens` that the slot holds."""
+        cached = self.tokens_in[slot]
+        count = min(len(cached), len(tokens))
+        if cached[:count] == list(tokens[:count]):
             return count
-        return next(i for i in range(count) if held[i] != tokens[i])
+        return next(i for i in range(count) if cached[i] != tokens[i])
 
     # ------------------------------------------------------------------- after a verification
 
@@ -120,7 +117,7 @@ class KVCache:
     ) -> None:
         """Keeps the nodes of one path (from the root, node 0) per slot, out of the last forward.
 
-        A chain's entries lie where they belong already; those of a tree are moved up.
+        A chain's entries are in place; those of a tree's branch are moved up.
         """
         self.compact()
         self.write_count += 1
@@ -143,7 +140,7 @@ class KVCache:
         self._copy(self._entries(moves), num_layers)
 
     def physical_entry(self, slot: int, entry: int) -> int:
-        """Where the contents of an entry lie while their compaction is deferred."""
+        """The entry that holds the contents of `entry` while compaction is deferred."""
         return self._pending.get((slot, entry), entry)
 
     def compact(self) -> None:
@@ -240,7 +237,7 @@ class SlotOwners:
 
 
 def slots_from(first_slot: int | Tensor, entries: Tensor) -> Tensor:
-    """Slots [B] from the first on, unless they are given one by one."""
+    """Slots [B]: `first_slot` and those behind it, or the tensor that lists them."""
     if isinstance(first_slot, Tensor):
         return first_slot
     return torch.arange(first_slot, first_slot + len(entries), device=entries.device)
@@ -278,16 +275,16 @@ class LayerCacheView:
             (self.keys, key.transpose(1, 2)),
             (self.values, value.transpose(1, 2)),
         ):
-            # A drafted token may overflow (half precision) and is then rejected, but its NaN would
-            # reach other nodes through the mask: 0 * NaN. So a draft's NaN is not stored. That of a
-            # context token is: it is the target's own, and must show.
+            # A drafted token may overflow in half precision. It is then rejected, but its NaN would
+            # reach other nodes through the mask (0 * NaN), so it is not stored. That of a context
+            # token is the target's own result, and must show.
             finite = new.nan_to_num(0.0, 0.0, 0.0)
             stored[slots[:, None], :, self.entries] = finite.where(self.is_draft, new)
-        held = self.keys[:, :, : self.kv_len], self.values[:, :, : self.kv_len]
+        keys, values = self.keys[:, :, : self.kv_len], self.values[:, :, : self.kv_len]
         if isinstance(self.first_slot, Tensor):
-            return held[0].index_select(0, slots), held[1].index_select(0, slots)
-        own = slice(self.first_slot, self.first_slot + len(self.entries))
-        return held[0][own], held[1][own]
+            return keys.index_select(0, slots), values.index_select(0, slots)
+        batch = slice(self.first_slot, self.first_slot + len(self.entries))
+        return keys[batch], values[batch]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions come with the call
@@ -312,8 +309,9 @@ class CacheView:
         kv_len: int,
         num_context_tokens: int | Tensor | Sequence[int],
     ) -> None:
-        """`first_slot`: or [B] all slots, where only the device knows them. `num_context_tokens`:
-        the first nodes, which are no drafted tokens; of all sequences, or of each."""
+        """`first_slot`: or all slots [B], if they are known on the device only.
+        `num_context_tokens`: number of first nodes that are text; one number, or one per
+        sequence."""
         self._cache, self.first_slot, self.entries = cache, first_slot, entries
         self.kv_len = kv_len
         nodes = torch.arange(entries.shape[1], device=entries.device)[:, None, None]
@@ -385,8 +383,8 @@ class KVShapeProbe:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, not garbage: a masked NaN would still poison a sum (0 * NaN). On a CPU the system
-    commits a page when it is first written: few sequences fill their context."""
+    """Zeros, since a masked NaN would still reach a sum (0 * NaN). On a CPU by numpy, whose zeros
+    take no memory until they are written: few sequences fill their context."""
     if not device_of(device).is_cpu:
         return torch.zeros(size, dtype=dtype, device=device)
     needed = math.prod(size) * dtype.itemsize

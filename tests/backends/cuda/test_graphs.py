@@ -190,12 +190,12 @@ def test_graphs_are_not_dropped_while_the_device_may_run_them(
     gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs, calls = GraphPool(CPU, "it"), list[str]()
-    for name in ("synchronize", "renew"):
+    for name in ("synchronize", "reset_pool"):
         monkeypatch.setattr(gpu, name, partial(calls.append, name))
     run(graphs, doubled)
     with pytest.warns(UserWarning, match="cannot be captured"):
         assert run(graphs, lambda inputs: inputs.parts[0].item(), key="other") is None
-    assert calls[-2:] == ["synchronize", "renew"]
+    assert calls[-2:] == ["synchronize", "reset_pool"]
 
 
 @pytest.mark.parametrize("fault", [TypeError, ValueError, AssertionError, KeyError])

@@ -115,7 +115,7 @@ def _compiled(compiler: str) -> Path:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on: different machines may share a cache folder."""
+    """The features that -march=native selects: machines of other CPUs may share the cache."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8")
         flags = [line for line in text.splitlines() if line.startswith(("flags", "Features"))]

@@ -43,12 +43,12 @@ class CpuDecoder:
     def __init__(self, spec: LlamaSpec, cache: KVCache) -> None:
         self._kernels, self._layers, self._model = bind(spec, cache)
         self._spec, self._cache = spec, cache
-        # int8: rounding turns differences in the last bits into steps of the next layer's input.
+        # int8: quantizing the next layer's input enlarges differences in the last bits.
         self.tolerance = 0.05 if self._model.lm_head.scales else 1e-3
         self._aux_layers = torch.empty(0, dtype=torch.int64)
         # Hidden states of the last draft by the first layers of this model.
         self._lower_layers: LowerLayerCache | None = None
-        # Of a layer subset: the decoder of all layers; how many layers, if they are the first ones.
+        # Of a layer subset: the decoder of all layers; the number of layers if they are the first.
         self._all_layers: CpuDecoder | None = None
         self._num_first_layers = 0
         self._exit_transform: ExitTransform | None = None
@@ -100,12 +100,13 @@ class CpuDecoder:
         aux = self._empty_aux_hidden(num_sequences, num_nodes)
         model, first_slot = self._model, cache_slice.first_slot
         if self._num_first_layers:
-            lower = LowerLayerCache.extended_by(
+            lower = LowerLayerCache.to_extend(
                 lower, self._num_first_layers, self._cache, first_slot, num_cached
             )
             if lower is not None and not lower.num_nodes:
-                nodes = nodes._replace(num_context_tokens=1)  # the root, as verification has it
-        elif lower is not None and self._verifies(cache_slice, with_logits):
+                # As in verification: the root alone is a context token, whose NaN are stored.
+                nodes = nodes._replace(num_context_tokens=1)
+        elif lower is not None and self._may_skip_lower_layers(cache_slice, with_logits):
             found = lower.find(self._cache, first_slot, tokens.tolist(), parents)
             if found is not None:
                 hidden = self._after_lower_layers(hidden, nodes, lower, found)
@@ -157,9 +158,9 @@ class CpuDecoder:
         size = (num_sequences, num_nodes, len(layers), self._spec.hidden_size)
         return AuxHidden(layers, torch.empty(size))
 
-    def _verifies(self, cache_slice: CacheSlice, with_logits: bool) -> bool:
-        """Whether a forward may start above the lower layers: it verifies a draft of which the root
-        alone is context, by all layers, and stores no hidden states."""
+    def _may_skip_lower_layers(self, cache_slice: CacheSlice, with_logits: bool) -> bool:
+        """Whether a forward verifies a draft by all layers and may skip the lower ones: its root is
+        the only context token, and it stores no hidden states."""
         is_verification = with_logits and cache_slice.num_context_tokens == 1
         return is_verification and self._all_layers is None and not len(self._aux_layers)
 
@@ -177,11 +178,11 @@ class CpuDecoder:
         lower: LowerLayerCache,
         found: list[list[int]],
     ) -> Tensor:
-        """Hidden states [B, N, H] after the lower layers: `found` [B][N] of them from the draft,
-        whose KV entries are moved to where they belong; those of -1 are computed."""
+        """Hidden states [B, N, H] after the lower layers. `found` [B][N]: index of each node in the
+        record, from which it is taken and its KV entry moved; -1: it is computed."""
         self._cache.move_nodes(_moves(found, nodes.first_slot), lower.num_layers)
         num_missing = max(one.count(-1) for one in found)
-        # As many nodes of each sequence, the missing ones first: to compute one again does no harm.
+        # All sequences compute `num_missing` nodes: the missing ones first, then some again.
         order = [
             sorted(range(len(one)), key=[index != -1 for index in one].__getitem__) for one in found
         ]
@@ -221,7 +222,7 @@ class CpuDecoder:
 
 
 def _moves(found: list[list[int]], first_slot: int) -> list[tuple[int, int, int]]:
-    """(slot, to, from) of nodes whose place in the tree differs from their place in the draft."""
+    """(slot, to, from) of nodes whose index in the tree differs from that in the record."""
     return [
         (slot, node, index)
         for slot, indices in enumerate(found, first_slot)

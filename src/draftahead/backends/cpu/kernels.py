@@ -20,10 +20,11 @@ NODES_PER_CALL = 64  # of all sequences: the activations of more would not fit i
 
 
 class CpuAttentionMetadata(NamedTuple):
-    """The nodes [B, N] of a forward pass, or a part of the nodes [B, T] of trees."""
+    """What attention needs of the nodes [B, N] of a forward, which may be a part of the nodes
+    [B, T] of trees."""
 
     first_slot: int
-    num_context_tokens: int  # nodes of each sequence that are text; the rest are drafted
+    num_context_tokens: int  # first nodes of each sequence that are text; the rest are drafted
     num_cached: Tensor  # [B] KV entries before the nodes
     depths: Tensor  # [B, T] int32
     ancestors: Tensor  # [B, T] int64, as bits
@@ -44,7 +45,7 @@ class CpuAttentionMetadata(NamedTuple):
         )
 
     def select(self, tree_nodes: Tensor) -> CpuAttentionMetadata:
-        """Of all nodes of trees, those with these indices [B, M]."""
+        """A part of the nodes of whole trees: indices [B, M]."""
         sequences = torch.arange(len(tree_nodes))[:, None]
         return self._replace(
             cos=self.cos[sequences, tree_nodes],

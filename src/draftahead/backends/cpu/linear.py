@@ -19,7 +19,7 @@ from draftahead.backends.modules import patched_forwards
 from draftahead.core.device import device_of
 from draftahead.errors import ConfigError
 
-# Weights that share a scale, at most: larger groups are less exact, smaller ones take longer.
+# Most weights that share a scale: larger groups are less exact, smaller ones take longer.
 MAX_GROUP = 256
 # Tokens up to which our float32 kernel is faster than torch's matrix product.
 MAX_TOKENS_FLOAT32 = 24
@@ -55,14 +55,14 @@ class Int8Linear(nn.Module):
         integers = unpack(self.weight, out).view(out, -1, self.group_size).float() - 128
         return (integers * unpack(self.scales, out)[..., None]).view(out, in_)
 
-    def subset(self, outputs: Tensor) -> Int8Linear:
-        """A layer with some of the outputs: ids [M]."""
+    def subset(self, ids: Tensor) -> Int8Linear:
+        """A copy with some of the outputs only: ids [M]."""
         subset = copy.copy(self)
-        subset.out_features = len(outputs)
+        subset.out_features = len(ids)
         subset._buffers = {
-            "weight": pack(unpack(self.weight, self.out_features)[outputs], 4),
-            "scales": pack(unpack(self.scales, self.out_features)[outputs], 1),
-            "bias": None if self.bias is None else self.bias[outputs],
+            "weight": pack(unpack(self.weight, self.out_features)[ids], 4),
+            "scales": pack(unpack(self.scales, self.out_features)[ids], 1),
+            "bias": None if self.bias is None else self.bias[ids],
         }
         return subset
 
@@ -96,7 +96,7 @@ def unpack(panels: Tensor, out: int) -> Tensor:
 
 
 def quantize_model(model: Any) -> None:
-    """Replaces every linear layer of a model, the LM head included, by an Int8Linear."""
+    """Quantizes a model's linear layers, the LM head included: see quantize_linears."""
     if build.library() is None:
         raise ConfigError(f"int8 needs our CPU kernels, and they are missing: {build.problem()}")
     if not device_of(model.device).is_cpu:
@@ -106,7 +106,8 @@ def quantize_model(model: Any) -> None:
 
 
 def quantize_linears(module: nn.Module) -> int:
-    """Replaces the linear layers whose inputs are a multiple of CHUNK, and returns how many."""
+    """Replaces the linear layers whose `in_features` are a multiple of CHUNK by Int8Linear; returns
+    how many."""
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -165,16 +166,16 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
     return y.view(*shape[:-1], layer.out_features)
 
 
-def output_subset(layer: Any, outputs: Tensor) -> Any:
-    """A linear layer with some of another's outputs, ids [M], from a copy of their weights."""
+def output_subset(layer: Any, ids: Tensor) -> Any:
+    """A copy of a linear layer with some of its outputs only: ids [M]."""
     if type(layer) is Int8Linear:
-        return layer.subset(outputs)
+        return layer.subset(ids)
     subset = copy.copy(layer)
     subset._parameters = {
-        name: None if held is None else nn.Parameter(held.detach()[outputs], requires_grad=False)
-        for name, held in layer._parameters.items()
+        name: None if p is None else nn.Parameter(p.detach()[ids], requires_grad=False)
+        for name, p in layer._parameters.items()
     }
-    subset.out_features = len(outputs)
+    subset.out_features = len(ids)
     return subset
 
 

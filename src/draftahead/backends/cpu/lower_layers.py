@@ -1,10 +1,9 @@
 """Lower-layer hidden states of drafted tokens, reused by verification.
 
-A drafter that runs the target's first layers (early_exit) has already computed what verification
-computes there. Kernels that give a token the same bits in every forward may reuse it. Nothing
-depends on the drafter: the decoder itself records its last forwards over first layers. Any other
-forward or cache write invalidates the record, and a node is reused only if its slot's tokens and
-the tokens on its path are the same.
+A drafter that runs the target's first layers (early_exit) has already computed a part of the
+verification. The decoder records its last forwards over its first layers, and reuses them: its
+kernels give a token the same bits in every forward. Any other forward or cache write invalidates
+the record, and a node is reused only if its slot's tokens and the tokens on its path are the same.
 """
 
 from __future__ import annotations
@@ -36,16 +35,15 @@ class LowerLayerCache:
         return len(self.tokens[0])
 
     @staticmethod
-    def extended_by(
+    def to_extend(
         last: LowerLayerCache | None,
         num_layers: int,
         cache: KVCache,
         first_slot: int,
         num_cached: Sequence[int],
     ) -> LowerLayerCache | None:
-        """The record that a forward over the first layers, behind `num_cached` entries, adds to: an
-        empty one if it starts behind the slots' tokens; `last` if it continues its nodes as a
-        chain; None if it does neither."""
+        """The record to which a forward over the first layers behind `num_cached` entries adds:
+        a new one if its nodes follow the slots' tokens, `last` if they continue its chains."""
         tokens_in = [list(cache.tokens_in[first_slot + b]) for b in range(len(num_cached))]
         if [len(tokens) for tokens in tokens_in] == list(num_cached):
             empty: list[list[int]] = [[] for _ in tokens_in]
@@ -62,7 +60,7 @@ class LowerLayerCache:
     def with_nodes(
         self, tokens: list[list[int]], parents: Sequence[Sequence[int]], hidden: Tensor
     ) -> LowerLayerCache:
-        """With the nodes [B, M] of one more forward; `parents` count within it."""
+        """A copy with the nodes [B, M] of one more forward; `parents` index its own nodes."""
         count = self.num_nodes
         return replace(
             self,
@@ -82,7 +80,7 @@ class LowerLayerCache:
         parents: Sequence[Sequence[int]],
     ) -> list[list[int]] | None:
         """For every node [B][M] of these trees the index of the recorded node with the same path,
-        or -1; None if there is none at all, or the record is invalid."""
+        or -1. None if the record is invalid or has none of them."""
         if not self._is_valid(cache, first_slot, len(tokens)):
             return None
         found = [self._find(b, tokens[b], parents[b]) for b in range(len(tokens))]

@@ -27,15 +27,11 @@ def num_threads() -> int:
 @contextmanager
 def torch_single_threaded() -> Iterator[None]:
     """While entered, torch's operations in this Python thread take one thread; our kernels take as
-    many as before. The operations between our kernels are small, and on a busy machine waiting for
-    a second thread costs a time slice: 8 ms where 30 µs are meant.
+    many as before. The operations between our kernels are small (30 µs), and on a busy machine
+    waiting for a second thread can take a time slice (8 ms).
 
-    Nested use changes nothing, and the number is restored when an exception leaves. With OpenMP,
-    torch.set_num_threads changes the number of the calling thread and the default that threads
-    start with. So a Python thread that already uses torch keeps its number; one whose first torch
-    operation falls into this time starts with one thread, until it calls torch.set_num_threads.
-    MKL's own number is one for the whole process: other threads' matrix products are slower
-    meanwhile, never different by more than another number of threads makes them.
+    May be nested. Other Python threads that already use torch keep their number of OpenMP threads;
+    MKL's number belongs to the process, so their matrix products are slower meanwhile.
     """
     if _this_thread.full is not None:
         yield

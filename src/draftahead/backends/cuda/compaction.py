@@ -1,5 +1,4 @@
-"""KV compaction on a GPU as one CUDA graph: its handful of kernels take the host longer to launch
-one by one than the device to run."""
+"""KV compaction on a GPU as one CUDA graph: its few kernels are launch-bound."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from draftahead.backends.cuda.graphs import GraphPool, Inputs
 from draftahead.backends.cuda.layers import next_power_of_two
 from draftahead.kv.cache import KVCache, Move, copy_entries
 
-MIN_MOVES = 8  # of a graph; more are powers of two
+MIN_MOVES = 8  # fewest moves of a graph; more are powers of two
 
 
 class CompactionInputs(Inputs):
@@ -30,12 +29,12 @@ class GraphedCompaction:
         self.graphs = GraphPool(cache.keys[0].device, "the KV cache")
 
     def run(self, moves: Sequence[Move]) -> bool:
-        """False where that cannot be captured."""
+        """Returns False if it cannot be captured."""
         if not self.graphs.can_capture:
             return False
         count = max(MIN_MOVES, next_power_of_two(len(moves)))
         last = self._cache.num_entries - 1
-        padded = [*moves, *[(0, last, last)] * (count - len(moves))]  # an entry to where it is
+        padded = [*moves, *[(0, last, last)] * (count - len(moves))]  # no-op moves
 
         def write(inputs: CompactionInputs) -> None:
             inputs.words[:] = [number for part in zip(*padded, strict=True) for number in part]

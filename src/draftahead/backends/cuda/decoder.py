@@ -23,15 +23,15 @@ from draftahead.core.tree import MAX_NODES
 from draftahead.core.types import ForwardOutput
 from draftahead.kv.cache import KVCache
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend on the position alone
 
 
 class CudaDecoder:
     """A Backend: a llama-shaped model bound to one KV cache."""
 
-    batch_invariant = False  # the number of KV splits depends on how much is read
+    batch_invariant = False  # the number of KV splits depends on kv_len
     supports_device_drafts = True
-    tolerance = 0.1  # two ways of rounding to half precision
+    tolerance = 0.1  # half precision, rounded in other places
 
     def __init__(self, spec: LlamaSpec, cache: KVCache) -> None:
         device, dtype = cache.keys[0].device, cache.keys[0].dtype
@@ -57,7 +57,7 @@ class CudaDecoder:
         self.graphs.forget()
 
     def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
-        # A prompt is bound by arithmetic, which is not what these kernels are made for.
+        # Prefill is bound by arithmetic; these kernels are made for reading weights.
         small = num_nodes <= MAX_NODES and num_sequences * num_nodes <= MAX_FORWARD_NODES
         return with_logits and small and self.graphs.can_capture
 
@@ -86,7 +86,7 @@ class CudaDecoder:
         return ForwardOutput(logits, argmax=argmax)
 
     def _launch(self, inputs: ForwardInputs, splits: KVSplits) -> tuple[Tensor | None, ...]:
-        """Every kernel of a forward, in order."""
+        """Launches all kernels of a forward."""
         spec, layers, kernels = self.spec, self.layers, self.layers.kernels
         batch, num_nodes = inputs.tokens.shape
         count = batch * num_nodes

@@ -1,9 +1,9 @@
 """CUDA graphs by the shape of a forward, captured when first needed and bounded in number.
 
 Launching the hundreds of kernels of a forward one by one takes the host longer than the GPU needs
-to run them. A graph launches them all at once. It can be replayed because everything that changes
-from one forward to the next lies in one small block of integers, which the graph itself copies to
-the device: to the host a forward is some numbers written to memory and one launch.
+to run them. A graph launches them all at once. Everything that changes from one forward to the next
+lies in one small buffer of integers, which the graph copies to the device: the host only writes
+these numbers and launches the graph.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from draftahead.core.stats import CompileTime
 
 logger = logging.getLogger("draftahead")
 
-# Graphs of a pool. Each holds some memory; with fewer, shapes that return are captured again.
+# Graphs of a pool. More hold more memory; with fewer, more shapes are captured again.
 MAX_GRAPHS = 256
-MAX_IN_FLIGHT = 8  # graphs of one shape: so many forwards of it can be under way
+MAX_IN_FLIGHT = 8  # graphs of one shape, so that several of its forwards can be in flight
 
 # What the host knows of a forward's nodes: all, all but the tokens, or the roots only.
 Known = Literal["all", "shape", "roots"]
 
 
 class Inputs:
-    """What changes from one forward to the next: a block of int64 in host memory, its copy on the
-    device, and the parts of that, of which the first `num_sent` come from the host."""
+    """What changes from one forward to the next: a buffer of int64 in host memory and its copy on
+    the device, divided into `parts`. The host writes the first `num_sent` of them."""
 
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], device: torch.device, num_sent: int | None = None
@@ -50,7 +50,7 @@ class Inputs:
         self.words = self._host.numpy()
 
     def copy_to_device(self) -> None:
-        """The first operation of a forward."""
+        """The first operation of a captured forward."""
         self._block[: len(self._host)].copy_(self._host, non_blocking=True)
 
 
@@ -63,7 +63,7 @@ class ForwardInputs(Inputs):
         super().__init__(shapes, device, {"all": 6, "shape": 5, "roots": 3}[known])
         self.known = known
         self.num_context_tokens, self.num_cached, self.roots, *parts = self.parts
-        # Of device drafts, the forward itself computes the others from `trees`.
+        # Of device drafts the host writes none of these; the forward computes them from `trees`.
         self.depths, self.ancestors, self.tokens, self.trees = parts
         self._chain = [*range(num_nodes)] * batch  # depths and ancestors of chains
         self._chain += tree.ancestor_bits(range(-1, num_nodes - 1)) * batch
@@ -94,8 +94,8 @@ _unused_pinned: dict[tuple[torch.device, int], list[Tensor]] = {}  # by device a
 
 
 def _pinned(owner: Inputs, length: int, device: Device) -> Tensor:
-    """Host memory that a device can read by itself, kept for the next owner. Freeing it would
-    record an event in the stream that graphs are captured on, and in whatever is being captured."""
+    """Pinned host memory, which is pooled: freeing it records an event in the capture stream,
+    which would abort a capture."""
     unused = _unused_pinned.setdefault((device.device, length), [])
     if unused:
         device.synchronize()  # a forward of its last owner may still read it
@@ -109,7 +109,7 @@ Body = Callable[[Any], Output]  # given its Inputs
 
 
 class CapturedGraph:
-    """A graph with inputs of its own, so that others of its shape may be under way meanwhile."""
+    """A graph with its own inputs: other graphs of the same shape may be in flight."""
 
     def __init__(self, inputs: Inputs, body: Body, device: Device, memory: GraphMemory) -> None:
         self.inputs, self._body, self._device, self._memory = inputs, body, device, memory
@@ -120,11 +120,10 @@ class CapturedGraph:
         return self.done.query()
 
     def capture(self) -> Captured:
-        """Captures the graph if it has not been. The body runs several times, with the inputs as
-        they are."""
+        """Captures the graph unless it is captured. Runs the body several times on its inputs."""
         if self._graph is None:
             with CompileTime.counted():
-                self._forward()  # compiles kernels and makes workspaces, which capture must not
+                self._forward()  # compiles kernels and allocates workspaces before the capture
                 # A capture that fails leaves torch's allocators in disorder, so a body that waits
                 # for the device, which cannot be captured, is detected before.
                 with self._device.forbid_sync():
@@ -136,7 +135,7 @@ class CapturedGraph:
         return self._graph
 
     def run(self, timer: DeviceTimer | None = None) -> Output:
-        """The output's memory belongs to the graph, and is valid until its next run."""
+        """Replays the graph. The next run overwrites the output."""
         graph = self.capture()
         if timer is not None:
             timer.mark()
@@ -191,10 +190,10 @@ class GraphPool:
         *,
         once: bool = False,
     ) -> Output | None:
-        """Replays the graph of `body`, captured if there is none: its Inputs are made by `make` and
-        written by `write` each time. None, and a warning, where `body` cannot be captured or its
-        kernels not be compiled. `once`: the body must not run twice on the same inputs; it does
-        nothing on zeros."""
+        """Replays the graph of `body`, which is captured first if needed. `make` allocates its
+        Inputs, and `write` fills them each time. Returns None, with one warning, if `body` cannot
+        be captured or its kernels do not compile. `once`: the body must not run twice on the same
+        inputs, so it is captured on zeros, for which it is a no-op."""
         with self._device.as_current():
             graph = self._free_graph(key, body, make)
             if once:
@@ -223,9 +222,9 @@ class GraphPool:
         warnings.warn(message, stacklevel=3)
 
     def _free_graph(self, key: Hashable, body: Body, make: Callable[[], Any]) -> CapturedGraph:
-        """A graph of this key that is not under way; a new one if there is none."""
+        """A graph of this key that is not in flight; a new one if there is none."""
         found = self._graphs.pop(key, [])
-        self._graphs[key] = found  # as the most recently used
+        self._graphs[key] = found  # now the most recently used
         graph = next((one for one in found if one.is_free()), None)
         if graph is None and len(found) >= MAX_IN_FLIGHT:
             graph = found[0]
@@ -244,7 +243,7 @@ class GraphPool:
         if self._graphs:
             self._device.synchronize()
             self._graphs.clear()
-            self._memory.renew()
+            self._memory.reset_pool()
 
     def _drop_oldest(self) -> None:
         self._device.synchronize()

@@ -1,8 +1,8 @@
 """The model's own forward, captured as CUDA graphs: for models that our kernels do not support.
 
-Nothing in a graph may depend on values that only the host knows, so the mask, the positions and the
-KV entries are computed on the device from the integers that change. With `compiled`, each layer
-also goes through torch.compile: fewer kernels, for some seconds at every new number of nodes.
+A graph repeats host values of its capture, so the mask, the positions and the KV entries are
+computed on the device from the graph's inputs. With `compiled`, each layer also goes through
+torch.compile: fewer kernels, for some seconds of compilation at every new number of nodes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache
 
 MAX_COMPILED_SHAPES = 64  # of one layer
-# KV entries that a forward reads, at least; more are powers of two. Smaller starts read less in
-# short contexts, and capture more graphs.
+# Fewest KV entries that a forward reads; more are powers of two. A smaller number reads less in
+# short contexts, and captures more graphs.
 MIN_KV_LEN = 256
-MIN_PREFILL = 32  # tokens of a graph for prompts; more are powers of two
+MIN_PREFILL = 32  # fewest tokens of a prefill graph; more are powers of two
 
 Forward = Callable[[Tensor, Tensor, Tensor, CacheView, bool], Tensor]
 
@@ -45,7 +45,7 @@ class GraphedForward:
         self.graphs = GraphPool(cache.keys[0].device, type(model).__name__)
         self._layers = CompiledLayers(model) if compiled else None
         half = cache.keys[0].dtype in (torch.bfloat16, torch.float16)
-        self.tolerance = 0.1 if half else 1e-3  # other numbers of KV entries, other sums
+        self.tolerance = 0.1 if half else 1e-3  # padding the KV entries changes rounding
 
     def set_aux_layers(self, aux_layers: tuple[int, ...]) -> None:
         self.graphs.forget()  # the forward itself stores the hidden states
@@ -97,7 +97,7 @@ def _rounded(kv_len: int, cache: KVCache) -> int:
 
 
 class PrefillInputs(Inputs):
-    """Inputs of one sequence's forward over so many prompt tokens."""
+    """Inputs of a forward over `num_tokens` prompt tokens of one sequence."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         super().__init__([(1,), (1,), (1,), (1, num_tokens)], device)
@@ -105,9 +105,9 @@ class PrefillInputs(Inputs):
 
 
 class GraphedPrefill:
-    """Prefill by a model's own forward, or by a head's. A few hundred tokens keep a device busy for
-    less time than the host needs to launch the kernels, so from the second prompt of about the same
-    length on it is a CUDA graph."""
+    """Prefill by a model's own forward, or by a head's. A few hundred tokens are launch-bound: the
+    GPU computes them faster than the host launches the kernels. So from the second prompt of about
+    the same length on, prefill is a CUDA graph."""
 
     def __init__(self, owner: str, forward: Forward, cache: KVCache) -> None:
         self._forward, self._cache = forward, cache

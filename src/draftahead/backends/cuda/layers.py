@@ -14,11 +14,11 @@ from draftahead.backends.llama_spec import SILU, LayerSpec, LlamaSpec
 from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
-# Nodes of a forward, of all sequences. More would need larger tiles: then arithmetic is the bound.
+# Nodes of a forward, of all sequences. More would need larger tiles, and be bound by arithmetic.
 MAX_FORWARD_NODES = 128
 KV_BLOCK = 64  # KV entries that the attention kernel takes at a time
-# KV entries up to which a program takes one such block; beyond, it takes LONG_BLOCKS of them. A
-# higher limit runs more programs in longer contexts, and combines more results.
+# KV entries up to which a program takes one such block; beyond, LONG_BLOCKS of them. A higher limit
+# runs more programs in longer contexts, and combines more results.
 SHORT_KV_LEN, LONG_BLOCKS = 1024, 4
 # Tiles of weights: outputs, inputs, stages in flight. Tuned on an H200 for layers of 4096.
 TILES = {
@@ -28,19 +28,20 @@ TILES = {
     "down": (32, 256, 6),
     "lm_head": (64, 128, 5),
 }
-MIN_PROGRAMS = 128  # that keep all of such a GPU's multiprocessors reading
+MIN_PROGRAMS = 128  # needed to keep all multiprocessors of an H200 reading
 MAX_SHARED_MEMORY = 200 * 1024  # bytes that the stages of a tile may take
 
 
 class CudaAttentionMetadata(NamedTuple):
-    """Nodes of B sequences in a forward."""
+    """What attention needs of the nodes of B sequences in a forward. They are the last ones of a
+    block of N nodes per sequence; earlier ones are in the cache."""
 
-    num_context_tokens: Tensor  # [1] the first nodes, which are text; drafted ones follow
+    num_context_tokens: Tensor  # [1] first nodes of a sequence that are text; the rest are drafted
     num_cached: Tensor  # [B] KV entries before the block
     depths: Tensor  # [B, N] of the whole block
     ancestors: Tensor  # [B, N] as bits
-    num_nodes: int  # of a sequence, to compute
-    num_earlier: int = 0  # nodes of the block that were computed before these
+    num_nodes: int  # nodes of a sequence to compute
+    num_earlier: int = 0  # nodes of the block before these
 
     @property
     def num_sequences(self) -> int:
@@ -63,7 +64,7 @@ class KVSplits(NamedTuple):
         blocks = 1 if kv_len <= SHORT_KV_LEN else LONG_BLOCKS
         needed, splits = -(-kv_len // (blocks * KV_BLOCK)), 1
         while splits < needed:
-            splits *= 4  # in few steps: each is a CUDA graph of its own
+            splits *= 4  # few values: each captures its own CUDA graph
         return KVSplits(first_slot, splits, blocks)
 
 
@@ -101,9 +102,9 @@ class CudaLayers:
         tiles = nodes, -(-spec.vocab_size // 16)
         self.tile_max, self.tile_sums = (torch.empty(tiles, device=self.device) for _ in range(2))
         self.tile_argmax = torch.empty(tiles, dtype=torch.int32, device=self.device)
-        # float16 overflows early: what is multiplied by a norm's weight is kept small meanwhile.
+        # Scales activations that are multiplied by a norm's weight: float16 overflows early.
         self.norm_scale = 1.0 if self.dtype == torch.bfloat16 else 2.0**-6
-        # Each program writes its own partial sum of squares; those that no program owns stay 0.
+        # Each program writes one partial sum of squares; unused ones stay 0.
         smallest = min(
             self._tile(name, 1, spec.hidden_size, spec.hidden_size)["BLOCK_N"]
             for name in ("o", "down")
@@ -150,10 +151,10 @@ class CudaLayers:
         out: Tensor | None = None,
         after_layer: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """All layers over the residual stream in `x`, whose norm is prepared in `scaled` and
-        `squares`; or with `first_input` for the first layer's attention. The result is in `x` or
-        `out`, and prepared for the final norm in `scaled` and `squares`. `after_layer` is called
-        with the number of layers done."""
+        """Runs all layers over the residual stream in `x`, whose norm is prepared in `scaled` and
+        `squares`. `first_input` replaces the input of the first layer's attention. The result is in
+        `x` or `out`, and prepared for the final norm in `scaled` and `squares`. `after_layer` is
+        called with the number of layers done."""
         spec, count = self.spec, metadata.total_nodes
         pairs = spec.num_heads * splits.num_splits * count  # of a head of a node and a split
         sizes = {"split_sums": pairs * spec.head_dim, "split_max": pairs, "split_weights": pairs}
@@ -178,8 +179,8 @@ class CudaLayers:
             after_layer(index + 1)
 
     def lm_head(self, count: int, *, sums: bool = False) -> tuple[int, int]:
-        """Logits of so many nodes, and the largest of each tile of the vocabulary, with `sums` also
-        the sum of exponentials; returns the number of tiles and the size of one."""
+        """Computes logits of `count` nodes and the largest of each tile of the vocabulary, with
+        `sums` also the sum of exponentials. Returns the number of tiles and their size."""
         spec = self.spec
         self.linear("lm_head", [spec.lm_head], self.scaled, self.logits, count, normed=True,
                     sums=sums)  # fmt: skip

@@ -1,7 +1,7 @@
 """Padding of a forward on a GPU: sequences and nodes whose output is not used.
 
-A CUDA graph is captured for every number of sequences and of nodes, and costs as much for a few
-nodes as for one. Sequences end one by one, and drafts are of all sizes: so both are rounded up.
+A CUDA graph is captured for every number of sequences and of nodes, and takes as long for a few
+nodes as for one. So both numbers are rounded up, and few graphs serve all batches and drafts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from draftahead.core.device import device_of
 from draftahead.core.tree import MAX_NODES
 from draftahead.kv.cache import KVCache
 
-# Sequences up to which every number has its own graphs; beyond, multiples of it. Higher wastes less
-# of a forward, and captures more graphs.
-EXACT_SEQUENCES = 8
+# Larger batches are padded to a multiple of it. A higher number wastes less of a forward, and
+# captures more graphs.
+PAD_SEQUENCES_TO = 8
 
 
 class Padding(NamedTuple):
-    """What is added. The KV entries it writes lie behind what its slots hold."""
+    """Sequences and nodes added. Their KV entries are written behind the slots' tokens."""
 
     num_sequences: int = 0
     num_nodes: int = 0
@@ -38,11 +38,11 @@ class Padding(NamedTuple):
         if not device_of(cache.keys[0].device).is_gpu:
             return Padding()
         batch = len(num_cached)
-        is_kept = fixed or num_nodes > MAX_NODES  # more are a prompt's
-        more_nodes = 0 if is_kept else next_power_of_two(num_nodes) - num_nodes
+        keeps_nodes = fixed or num_nodes > MAX_NODES  # more are a prompt's
+        more_nodes = 0 if keeps_nodes else next_power_of_two(num_nodes) - num_nodes
         if max(num_cached) + num_nodes + more_nodes > cache.num_entries:
             more_nodes = 0
-        more = -batch % EXACT_SEQUENCES if batch > EXACT_SEQUENCES else 0
+        more = -batch % PAD_SEQUENCES_TO if batch > PAD_SEQUENCES_TO else 0
         idle = cache.tokens_in[first_slot + batch : first_slot + batch + more]
         fits = all(len(slot) + num_nodes + more_nodes <= cache.num_entries for slot in idle)
         return Padding(more if len(idle) == more and fits else 0, more_nodes)
@@ -54,7 +54,7 @@ class Padding(NamedTuple):
         return F.pad(tokens, (0, self.num_nodes, 0, self.num_sequences)) if any(self) else tokens
 
     def parents(self, parents: Tensor | DeviceTree | None) -> list[list[int]] | DeviceTree | None:
-        """As lists, where the host knows them. Padding nodes are children of the root."""
+        """Parents with padding nodes as children of the root; lists, unless on the device."""
         if parents is None:
             return None
         if isinstance(parents, DeviceTree):

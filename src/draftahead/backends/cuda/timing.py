@@ -1,4 +1,4 @@
-"""Device timers: how long a device takes for the work it is given."""
+"""Device timers, by events in a device's stream."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from draftahead.core.device import Event, device_of
 from draftahead.core.draft import DeviceTimer
 from draftahead.core.stats import CompileTime
 
-# Uses that are measured: the first few, then every so many. More follow a change of the device's
-# speed sooner, for the host's time to record events.
+# Uses of a TimerCache that are measured: the first few, then every so many. More follow a change of
+# the device's speed sooner, and take the host more time.
 FIRST_MEASURED, MEASURE_EVERY = 4, 16
-NUM_LAPS = 2  # of a use: building trees, and verifying them
+NUM_LAPS = 2  # of a use: building trees, verifying them
 
 
 class EventTimer:
-    """Seconds between marks in a device's work. What the host does before does not count."""
+    """Seconds of device time between marks; host time before the first does not count."""
 
-    # Events that can be used again, by device: to make one takes longer than to use it.
+    # Pool of events by device: creating one takes longer than recording it.
     _unused_events: ClassVar[defaultdict[str, list[Event]]] = defaultdict(list)
 
     def __init__(self, device: torch.device) -> None:
@@ -33,10 +33,10 @@ class EventTimer:
 
     def mark(self) -> None:
         self._marks.append(self._unused.pop() if self._unused else self._device.event(timing=True))
-        self._device.mark(self._marks[-1])
+        self._device.record(self._marks[-1])
 
     def laps(self) -> list[float]:
-        """Seconds from each mark to the next, once all are set. Waits for the last."""
+        """Seconds from each mark to the next, after all are set. Waits for the last."""
         if self._marks:
             self._marks[-1].synchronize()
             pairs = itertools.pairwise(self._marks)
@@ -47,8 +47,8 @@ class EventTimer:
 
 
 class TimerCache:
-    """Timers for work that takes a device as long every time: recording events takes the host some
-    time itself, so the first few uses are measured and then one now and then."""
+    """Samples the device time of repeated work by its kind: recording events takes the host time,
+    so only the first uses and every MEASURE_EVERY-th later one are measured."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class TimerCache:
 
 
 class _CachingTimer(EventTimer):
-    """Stores its laps, unless something was captured meanwhile."""
+    """Stores its laps in the cache, unless a graph was captured between the marks."""
 
     def __init__(
         self, device: torch.device, cache: dict[Hashable, list[float]], kind: Hashable
@@ -85,10 +85,10 @@ class _CachingTimer(EventTimer):
 
 
 class _CachedTimer(NamedTuple):
-    known: list[float]
+    cached: list[float]
 
     def mark(self) -> None:
         pass
 
     def laps(self) -> list[float]:
-        return self.known
+        return self.cached

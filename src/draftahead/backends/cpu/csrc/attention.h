@@ -1,8 +1,8 @@
 // Attention of new nodes over the KV cache.
 //
 // A node attends to the entries of its slot in order of position: the context first, then its
-// ancestors in the tree, itself last. So a node of a tree sums in the same order as the same token
-// in a chain, and each query in the same order whichever queries are computed beside it.
+// ancestors in the tree, itself last. So a node's sums have the same order in a tree as in a chain,
+// and with any other queries beside it.
 
 #pragma once
 
@@ -24,13 +24,13 @@ struct QueryGroup {
   const Model& m;
   const DecoderLayer& layer;
   const ForwardArgs& f;
-  int64_t slot, kv_head, first, count;
+  int64_t sequence, kv_head, first, count;
   const float* q;  // [num_sequences][num_nodes][num_heads][head_dim]
   float* out;      // the same shape
   float* scores;   // [count][scores_size]
 
   int64_t heads_per_group() const { return m.num_heads / m.num_kv_heads; }
-  int64_t node(int64_t u) const { return slot * f.num_nodes + (first + u) / heads_per_group(); }
+  int64_t node(int64_t u) const { return sequence * f.num_nodes + (first + u) / heads_per_group(); }
   int64_t offset(int64_t u) const {
     const int64_t head = kv_head * heads_per_group() + (first + u) % heads_per_group();
     return (node(u) * m.num_heads + head) * m.head_dim;
@@ -41,12 +41,12 @@ struct QueryGroup {
 // the sliding window holds.
 int64_t ancestor_entries(const QueryGroup& g, int64_t t, int64_t* entries) {
   int64_t count = 0;
-  const int64_t tree = g.slot * g.f.tree_size, node = tree + tree_node(g.f, t);
+  const int64_t tree = g.sequence * g.f.tree_size, node = tree + tree_node(g.f, t);
   for (uint64_t bits = g.f.ancestors[node]; bits; bits &= bits - 1) {
     int64_t ancestor = __builtin_ctzll(bits);
     int64_t distance = g.f.depths[node] - g.f.depths[tree + ancestor];
     if (!g.layer.sliding_window || distance < g.layer.sliding_window)
-      entries[count++] = g.f.num_cached[g.slot] + ancestor;
+      entries[count++] = g.f.num_cached[g.sequence] + ancestor;
   }
   return count;
 }
@@ -79,7 +79,7 @@ void score_keys(const float* query, const float* key, int64_t count, int64_t hea
   }
 }
 
-// Softmax in place, but for the division: returns the factor that makes the weights sum to 1.
+// Softmax in place without its division: returns the factor that makes the weights sum to 1.
 float softmax(float* scores, int64_t count, float scaling) {
   const int64_t padded = round_up16(count);
   for (int64_t j = count; j < padded; j++) scores[j] = -INFINITY;
@@ -149,9 +149,10 @@ struct Context {
 
 Context context_of(const QueryGroup& g) {
   const ForwardArgs& f = g.f;
-  const int64_t num_cached = f.num_cached[g.slot], window = g.layer.sliding_window;
+  const int64_t num_cached = f.num_cached[g.sequence], window = g.layer.sliding_window;
   // With a sliding window a group holds one query: other nodes' windows begin elsewhere.
-  const int64_t position = num_cached + f.depths[g.slot * f.tree_size + tree_node(f, g.node(0))];
+  const int64_t depth = f.depths[g.sequence * f.tree_size + tree_node(f, g.node(0))];
+  const int64_t position = num_cached + depth;
   const int64_t begin = window && position >= window ? position - window + 1 : 0;
   return {begin, num_cached > begin ? num_cached - begin : 0, TILE_FLOATS / g.m.head_dim};
 }
@@ -187,7 +188,7 @@ void add_context_values(const QueryGroup& g, const Context& c, const float* valu
 
 void attend(const QueryGroup& g) {
   const int64_t d = g.m.head_dim, stride = scores_size(g.m);
-  const int64_t head = (g.f.first_slot + g.slot) * g.m.num_kv_heads + g.kv_head;
+  const int64_t head = (g.f.first_slot + g.sequence) * g.m.num_kv_heads + g.kv_head;
   const float* keys = g.layer.keys + head * g.m.num_entries * d;
   const float* values = g.layer.values + head * g.m.num_entries * d;
   const Context context = context_of(g);
@@ -217,23 +218,23 @@ void attend(const QueryGroup& g) {
   }
 }
 
-// This thread's part of all queries. The queries of each (slot, KV head) are cut into groups so
-// that there are at least two groups for each thread.
+// This thread's part of all queries. The queries of each (sequence, KV head) are cut into groups,
+// at least two for each thread.
 void attention(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, SharedBuffers& b,
-               ThreadBuffers& own) {
+               ThreadBuffers& local) {
   const int64_t queries = f.num_nodes * (m.num_heads / m.num_kv_heads);
-  const int64_t lists = f.num_sequences * m.num_kv_heads;
-  int64_t groups = (2 * omp_get_num_threads() + lists - 1) / lists;
+  const int64_t kv_heads = f.num_sequences * m.num_kv_heads;
+  int64_t groups = (2 * omp_get_num_threads() + kv_heads - 1) / kv_heads;
   if (groups * MAX_QUERIES < queries) groups = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
   if (groups > queries || layer.sliding_window) groups = queries;
-  const int64_t each = (queries + groups - 1) / groups;
-  const Range mine = thread_range(lists * groups, 1);
+  const int64_t group_size = (queries + groups - 1) / groups;
+  const Range mine = thread_range(kv_heads * groups, 1);
   for (int64_t job = mine.begin; job < mine.end; job++) {
-    int64_t first = job % groups * each, list = job / groups;
-    int64_t count = queries - first < each ? queries - first : each;
+    int64_t first = job % groups * group_size, kv_head = job / groups;
+    int64_t count = queries - first < group_size ? queries - first : group_size;
     if (count > 0)
-      attend({m, layer, f, list / m.num_kv_heads, list % m.num_kv_heads, first, count, b.q,
-              b.attention, own.scores});
+      attend({m, layer, f, kv_head / m.num_kv_heads, kv_head % m.num_kv_heads, first, count, b.q,
+              b.attention, local.scores});
   }
 }
 

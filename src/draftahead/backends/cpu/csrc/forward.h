@@ -56,27 +56,27 @@ void topk(const float* logits, int64_t vocab_size, int64_t* tokens) {
 }
 
 // Final norm, logits and most likely tokens of all nodes. Called by all threads.
-void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffers& own) {
+void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffers& local) {
   const int64_t num_tokens = f.num_sequences * f.num_nodes, vocab_size = m.lm_head.out_features;
   for (int64_t t = 0; t < num_tokens; t++)
     rms_norm(f.hidden + t * m.hidden_size, m.final_norm, m.norm_eps, m.hidden_size,
-             own.normed + t * m.hidden_size);
-  store_aux_hidden(m, f, m.num_layers, own.normed);
+             local.normed + t * m.hidden_size);
+  store_aux_hidden(m, f, m.num_layers, local.normed);
   const ScreenedHead* screened = m.screened_head;
-  const float* input = own.normed;
+  const float* input = local.normed;
   if (screened) {
-    const Activations a = own.activations(screened->projection, own.normed, num_tokens);
+    const Activations a = local.activations(screened->projection, local.normed, num_tokens);
     linear(screened->projection, a, num_tokens, b.q, Output::STORE);
     b.barrier->wait();
     input = b.q;
   }
   const Weights& head = screened ? screened->screening_head : m.lm_head;
-  linear(head, own.activations(head, input, num_tokens), num_tokens, f.logits, Output::STORE);
+  linear(head, local.activations(head, input, num_tokens), num_tokens, f.logits, Output::STORE);
   b.barrier->wait();
   const Range mine = thread_range(num_tokens, 1);
   Activations a = {};
   if (screened && mine.begin < mine.end)
-    a = own.activations(screened->vocab_rows, own.normed, num_tokens);
+    a = local.activations(screened->vocab_rows, local.normed, num_tokens);
   for (int64_t t = mine.begin; t < mine.end; t++) {
     float* logits = f.logits + t * vocab_size;
     if (screened) replace_candidates(*screened, a, t, logits);
@@ -96,14 +96,14 @@ void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
   {
 #pragma omp single
     b.barrier = new Barrier(omp_get_num_threads());  // OpenMP may give fewer than were asked for
-    ThreadBuffers own(m, num_tokens,
-                      rest + omp_get_thread_num() * ThreadBuffers::size(m, num_tokens));
+    ThreadBuffers local(m, num_tokens,
+                        rest + omp_get_thread_num() * ThreadBuffers::size(m, num_tokens));
     for (int64_t i = 0; i < m.num_layers; i++) {
       // The layer writes f.hidden only behind its first barrier.
       if (i) store_aux_hidden(m, f, i, f.hidden);
-      decoder_layer(m, m.layers[i], f, b, own);
+      decoder_layer(m, m.layers[i], f, b, local);
     }
-    if (f.logits) lm_head(m, f, b, own);
+    if (f.logits) lm_head(m, f, b, local);
   }
   delete b.barrier;
 }

@@ -33,14 +33,14 @@ inline f32x16 activate(f32x16 x, int64_t activation) {
   return x / (1.0f + fast_exp(-2.0f * inner));
 }
 
-// Stores a node's key and value (of one KV head) in the cache. Of a drafted node infinity and NaN
-// become 0: behind the attention mask they would still make other nodes' results NaN (0 * NaN).
-// Context tokens keep them: there they are the target's own result.
+// Stores a node's key and value (of one KV head) in the cache. Infinity and NaN of a drafted node
+// become 0: masked, they would still make other nodes' results NaN (0 * NaN). Those of a context
+// token stay, as the target's own result.
 void store_kv(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, int64_t t,
               int64_t kv_head, const float* k, const float* v) {
-  const int64_t d = m.head_dim, slot = t / f.num_nodes, node = tree_node(f, t);
-  const int64_t head = (f.first_slot + slot) * m.num_kv_heads + kv_head;
-  const int64_t at = (head * m.num_entries + f.num_cached[slot] + node) * d;
+  const int64_t d = m.head_dim, sequence = t / f.num_nodes, node = tree_node(f, t);
+  const int64_t head = (f.first_slot + sequence) * m.num_kv_heads + kv_head;
+  const int64_t at = (head * m.num_entries + f.num_cached[sequence] + node) * d;
   std::memcpy(layer.keys + at, k, d * sizeof(float));
   std::memcpy(layer.values + at, v, d * sizeof(float));
   if (node < f.num_context_tokens) return;
@@ -89,16 +89,17 @@ void gated_units(const Model& m, const DecoderLayer& layer, const Activations& a
 
 // Runs a layer over f.hidden, in place. Called by all threads; they meet before it returns.
 void decoder_layer(const Model& m, const DecoderLayer& layer, const ForwardArgs& f,
-                   SharedBuffers& b, ThreadBuffers& own) {
+                   SharedBuffers& b, ThreadBuffers& local) {
   const int64_t num_tokens = f.num_sequences * f.num_nodes, hidden_size = m.hidden_size;
   auto norm_all = [&](const float* weight) {
     for (int64_t t = 0; t < num_tokens; t++)
       rms_norm(f.hidden + t * hidden_size, weight, m.norm_eps, hidden_size,
-               own.normed + t * hidden_size);
+               local.normed + t * hidden_size);
   };
   const bool has_own_input = f.first_input && &layer == m.layers;
   if (!has_own_input) norm_all(layer.input_norm);
-  Activations a = own.activations(layer.q, has_own_input ? f.first_input : own.normed, num_tokens);
+  const float* input = has_own_input ? f.first_input : local.normed;
+  Activations a = local.activations(layer.q, input, num_tokens);
   linear(layer.q, a, num_tokens, b.q, Output::STORE);
   linear(layer.k, a, num_tokens, b.k, Output::STORE);
   linear(layer.v, a, num_tokens, b.v, Output::STORE);
@@ -106,15 +107,15 @@ void decoder_layer(const Model& m, const DecoderLayer& layer, const ForwardArgs&
   rotate_and_store(m, layer, f, b);
   b.barrier->wait();
   if (f.kv_only && &layer == m.layers + m.num_layers - 1) return;
-  attention(m, layer, f, b, own);
+  attention(m, layer, f, b, local);
   b.barrier->wait();
-  a = own.activations(layer.o, b.attention, num_tokens);
+  a = local.activations(layer.o, b.attention, num_tokens);
   linear(layer.o, a, num_tokens, f.hidden, Output::ADD);
   b.barrier->wait();
   norm_all(layer.post_attention_norm);
-  gated_units(m, layer, own.activations(layer.gate, own.normed, num_tokens), num_tokens, b);
+  gated_units(m, layer, local.activations(layer.gate, local.normed, num_tokens), num_tokens, b);
   b.barrier->wait();
-  a = own.activations(layer.down, b.gate, num_tokens);
+  a = local.activations(layer.down, b.gate, num_tokens);
   linear(layer.down, a, num_tokens, f.hidden, Output::ADD);
   b.barrier->wait();
 }

@@ -10,8 +10,8 @@
 
 namespace {
 
-// A barrier that spins briefly and then yields. OpenMP's own spins for milliseconds: on a busy
-// machine that keeps the thread that is waited for off its core.
+// A barrier that spins briefly and then yields. OpenMP's spins for milliseconds, which on a busy
+// machine takes the core from the thread that it waits for.
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
@@ -40,10 +40,10 @@ struct Range {
 // This thread's part of `count` items, in whole multiples of `unit`.
 inline Range thread_range(int64_t count, int64_t unit) {
   int64_t threads = omp_get_num_threads(), units = (count + unit - 1) / unit;
-  int64_t each = (units + threads - 1) / threads * unit;
-  int64_t begin = each * omp_get_thread_num();
+  int64_t per_thread = (units + threads - 1) / threads * unit;
+  int64_t begin = per_thread * omp_get_thread_num();
   if (begin > count) return {count, count};
-  return {begin, begin + each < count ? begin + each : count};
+  return {begin, begin + per_thread < count ? begin + per_thread : count};
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 // millisecond, and Python would add as much again. The same trees as TreeBuilder's in
 // drafters/tree_builder.py.
 //
-//   build_trees: read_inputs, then for each level: frontier -> head_forward -> add_children
+//   build_trees: read_inputs, then for each level: leaves_to_expand -> head_forward -> add_children
 
 #pragma once
 
@@ -24,7 +24,7 @@ struct Tree {
   std::vector<float> outputs;       // of expanded nodes, [hidden_size] each
 
   // The leaves of highest confidence above max_depth, at most `count`, in order of index.
-  std::vector<int64_t> frontier(int64_t max_depth, int64_t count) const {
+  std::vector<int64_t> leaves_to_expand(int64_t max_depth, int64_t count) const {
     std::vector<int64_t> leaves;
     for (int64_t i = 1; i < int64_t(nodes.size()); i++)
       if (nodes[i].expanded_index < 0 && nodes[i].depth < max_depth) leaves.push_back(i);
@@ -39,9 +39,9 @@ struct Tree {
   void expand(int64_t index) {
     Node& node = nodes[index];
     node.expanded_index = depths.size();
-    uint64_t above = index ? ancestors[nodes[node.parent].expanded_index] : 0;
+    uint64_t parent_bits = index ? ancestors[nodes[node.parent].expanded_index] : 0;
     depths.push_back(node.depth);
-    ancestors.push_back(above | uint64_t(1) << node.expanded_index);
+    ancestors.push_back(parent_bits | uint64_t(1) << node.expanded_index);
   }
 };
 
@@ -309,7 +309,7 @@ int64_t build_trees(const Model& m, TreeArgs& args, int64_t threads) {
     int64_t num_nodes = 0;
     float level_confidence = 0;
     for (int64_t s = 0; s < num_sequences; s++) {
-      frontier.push_back(trees[s].frontier(args.max_depths[s], args.nodes_per_level));
+      frontier.push_back(trees[s].leaves_to_expand(args.max_depths[s], args.nodes_per_level));
       for (int64_t leaf : frontier[s]) level_confidence += trees[s].nodes[leaf].confidence;
       num_nodes = std::max(num_nodes, int64_t(frontier[s].size()));
     }

@@ -43,10 +43,10 @@ struct SharedBuffers {
 };
 
 inline int64_t max_in_features(const Model& m) {
-  int64_t most = m.intermediate_size > m.hidden_size ? m.intermediate_size : m.hidden_size;
-  if (m.num_heads * m.head_dim > most) most = m.num_heads * m.head_dim;
-  if (m.num_layers && m.layers[0].q.in_features > most) most = m.layers[0].q.in_features;
-  return most;
+  int64_t largest = m.intermediate_size > m.hidden_size ? m.intermediate_size : m.hidden_size;
+  if (m.num_heads * m.head_dim > largest) largest = m.num_heads * m.head_dim;
+  if (m.num_layers && m.layers[0].q.in_features > largest) largest = m.layers[0].q.in_features;
+  return largest;
 }
 
 // Each thread norms and quantizes all tokens for itself: they are few, and it saves a barrier.
