@@ -69,8 +69,8 @@ class Detokenizer:
             self._append(self._undecoded())
 
     def _undecoded(self) -> str:
-        known = self._decode(self._ids[self._context : self._decoded])
-        return self._decode(self._ids[self._context :])[len(known) :]
+        before = self._decode(self._ids[self._context : self._decoded])
+        return self._decode(self._ids[self._context :])[len(before) :]
 
     def _append(self, new: str) -> None:
         self._text += new
@@ -80,14 +80,14 @@ class Detokenizer:
 
     def find_stop(self) -> int | None:
         """Where the first stop string begins, or None. Only one that the newest token completes
-        counts: earlier ones were looked for earlier, or came before min_tokens."""
+        counts: earlier ones were found earlier, or came before min_tokens."""
         new = self.starts[-1] if self.starts else 0
         ends = ((stop, max(0, new - len(stop) + 1)) for stop in self.stop_strings)
         found = [at for stop, since in ends if (at := self.text.find(stop, since)) >= 0]
         return min(found, default=None)
 
     def num_stable_chars(self) -> int:
-        """How many characters no stop string can take back any more."""
+        """How many characters can no longer become part of a stop string."""
         text = self.text
         for start in range(max(0, len(text) - self._longest_stop), len(text)):
             if any(stop.startswith(text[start:]) for stop in self.stop_strings):
@@ -95,8 +95,8 @@ class Detokenizer:
         return len(text)
 
     def truncate(self, at: int) -> int:
-        """Ends the text at a character. Returns how many tokens lie wholly before it: those from
-        the one in which the cut falls are no longer part of the output."""
+        """Ends the text at a character. Returns how many tokens lie wholly before it: only they
+        remain part of the output."""
         self._decode_pending()
         self._text = self._text[:at]
         begin = max((start for start in self.starts if start <= at), default=0)
