@@ -119,7 +119,6 @@ class KVCache:
 
         A chain's entries are in place; those of a tree's branch are moved up.
         """
-        self.compact()
         self.write_count += 1
         moves = [
             (slot, to, node)
@@ -127,9 +126,11 @@ class KVCache:
             for to, node in enumerate(path)
             if to != node
         ]
-        self._pending = self._entries(moves)
-        if self.graphed_copy is None:
+        if moves:
             self.compact()
+            self._pending = self._entries(moves)
+            if self.graphed_copy is None:
+                self.compact()
         for slot, new in enumerate(tokens, first_slot):
             self.tokens_in[slot].extend(new)
 
