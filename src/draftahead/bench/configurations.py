@@ -1,4 +1,4 @@
-"""What is measured against each other: drafters in this engine, and other engines."""
+"""Configurations of a benchmark: drafters in this engine, and other engines."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def other_engines(names: Sequence[str], model: str, device: torch.device) -> lis
     """Other engines on the same model, by name."""
     found: list[Configuration] = []
     if "transformers" in names:
-        # A copy of its own: our model may be quantized, and its attention function is replaced.
+        # Loaded again: our model may be quantized, and its attention function is replaced.
         own = load(model, device=device)[0]
         look_up = Transformers("transformers prompt look-up", own, prompt_lookup_num_tokens=8)
         found += [Transformers("transformers", own), look_up]

@@ -101,7 +101,7 @@ def results_table(results: list[dict[str, Any]], title: str) -> Table:
 
 @contextmanager
 def figure(parts: int, file: Path) -> Iterator[Any]:
-    """Yields so many axes side by side; writes the file at the end."""
+    """Yields axes side by side; writes the file at the end."""
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(5 * parts + 1.5, 4.5), layout="tight")

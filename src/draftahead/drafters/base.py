@@ -1,7 +1,7 @@
-"""What a drafter is.
+"""The Drafter protocol, and validation of drafts.
 
-A drafter only guesses. Whatever it returns, raises or leaves out, the output stays the target's:
-the engine checks every draft and treats a bad one as no draft.
+A drafter cannot change the output: the engine checks every draft, and treats an exception or an
+invalid draft as no draft.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MIN_CONFIDENCE = 0.02
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses the next tokens of each sequence. Subclass it: only `propose` must be written."""
+    """Drafts the next tokens of each sequence. Subclass it: only `propose` must be written."""
 
-    # Leaves it to the policy whether it is asked, and how many of its nodes are verified. So does a
+    # The policy decides whether it is asked, and how many of its nodes are verified. Also true of a
     # drafter that states its confidence (Draft.confidence).
     adaptive: bool = False
 
     def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
-        """A tree of guesses for each sequence, no deeper than `batch.max_depths`; None for none.
-        Deeper host drafts are cut. Device drafts are verified whole, whose shape is that of a CUDA
-        graph; tokens beyond `max_tokens` are dropped afterwards.
+        """A tree for each sequence, no deeper than `batch.max_depths`; None: no draft.
+        Deeper host drafts are cut. Device drafts have the shape of a CUDA graph and are verified
+        whole; tokens beyond `max_tokens` are dropped afterwards.
 
         A drafter that samples draws with `batch.draft_sampler` and returns None: what it drew is
         the draft. Tokens that it does not draw there count as certain (point masses).
@@ -50,11 +50,11 @@ class Drafter(Protocol):
         return
 
     def release(self, sequence: SequenceState) -> None:
-        """The sequence has ended: forget what was kept for it."""
+        """Frees the state kept for a sequence that has ended."""
         return
 
     def idle_work(self) -> None:
-        """Called while a device is busy with a forward: work that can wait until then is free."""
+        """Called while a GPU runs a forward: deferred work costs no time there."""
         return
 
     @property
@@ -64,12 +64,12 @@ class Drafter(Protocol):
         return None
 
     def explain(self) -> list[str]:
-        """Why it drafted as it did, a sentence each."""
+        """Sentences for `--explain`."""
         return []
 
 
 class DeviceDrafter(Drafter, Protocol):
-    """A drafter whose trees a device may build while the host does something else."""
+    """A drafter that can build trees on a GPU, asynchronously."""
 
     @property
     def drafts_on_device(self) -> bool: ...
@@ -93,7 +93,7 @@ def as_built(launched: DeviceDraft, draft: Draft) -> Draft:
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter may know of the target it works for."""
+    """The target's properties that drafters may use."""
 
     device: torch.device
     dtype: torch.dtype
@@ -154,7 +154,7 @@ def check_draft(draft: Draft, batch: Batch, vocab_size: int) -> None:
 
 
 def validated_confidence(draft: Draft) -> list[list[float]] | None:
-    """A probability for every drafted node, none above its parent's; None for anything else."""
+    """The confidence with each node limited to its parent's; None if it is missing or invalid."""
     stated = draft.confidence
     if stated is None or [1 + len(values) for values in stated] != list(draft.num_nodes):
         return None

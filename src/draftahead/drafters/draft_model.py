@@ -1,11 +1,10 @@
 """A small model of the same vocabulary drafts (Leviathan et al., arXiv 2211.17192).
 
-Asked for a number of tokens, it samples a chain of so many. Adaptive, it builds a tree as deep as
-its time pays.
+With `num_speculative_tokens` it samples a chain. Otherwise it is adaptive: a tree ends when another
+level is not worth its time.
 
-It keeps a KV cache of its own and compares that with the sequence at every step: what the target
-accepted of its own draft is already there, the rest it computes. So it can be skipped, switched off
-or faulty for a while and still be right the next time.
+It has its own KV cache and compares it with the sequence at every step: accepted tokens of its last
+draft are there, missing tokens are computed. So steps without it do no harm.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from draftahead.kv.cache import SlotOwners
 from draftahead.models.runner import ModelRunner
 from draftahead.models.support import context_limit
 
-UNKNOWN = -1  # in place of a sampled token that only the device knows
+UNKNOWN = -1  # a sampled token that is not on the host yet
 
 
 @register("draft_model")
@@ -103,7 +102,7 @@ class DraftModel(Drafter):
         return self.runner.forward(tokens, parents=parents)
 
     def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
-        """The host knows now what was sampled, and so what the cache holds."""
+        """Replaces UNKNOWN in the cache's tokens by the sampled ones."""
         if self._sampled_from is None:
             return
         for slot, (tokens, start) in enumerate(zip(draft.tokens, self._sampled_from, strict=True)):
@@ -112,7 +111,7 @@ class DraftModel(Drafter):
         self._sampled_from = None
 
     def _catch_up(self, batch: Batch, fits: list[bool]) -> tuple[Tensor, Tensor | None]:
-        """Computes what each slot lacks."""
+        """Computes each slot's missing tokens; returns the logits after the last, and argmax."""
         cache, missing = self.runner.cache, []
         for slot, sequence in enumerate(batch.sequences):
             self._owners.claim(sequence.id, slot)
@@ -129,7 +128,7 @@ class DraftModel(Drafter):
 
 
 def check_vocabulary(context: DrafterContext, tokenizer: Any, size: int) -> None:
-    """The same token for every id. Embeddings may differ in padding behind the last token."""
+    """Refuses other tokens. The sizes of embeddings may differ by padding."""
     if tokenizer is None or context.tokenizer is None:
         if size != context.vocab_size:
             raise VocabularyMismatchError(

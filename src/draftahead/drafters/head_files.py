@@ -27,8 +27,8 @@ CONFIG = "config.json"
 
 
 def find_weights(source: str | Path, names: Sequence[str], extras: Sequence[str] = ()) -> Path:
-    """The weights that a file, a folder or a hub id stands for: the first of `names` there. From a
-    hub, the files `extras` are fetched as well."""
+    """The file of weights in a folder or of a hub id: the first of `names` that exists. `extras`:
+    further files to fetch from a hub."""
     found = hub.files_of(source, [CONFIG, *names, *extras])
     if found.is_file():
         return found
@@ -53,7 +53,7 @@ def config_beside(weights: Path) -> dict[str, Any]:
 
 
 def tensors_in(weights: Path, select: Callable[[list[str]], list[str]]) -> dict[str, Tensor]:
-    """The tensors of a file whose names `select` returns of all names, on the CPU."""
+    """The tensors of a file on the CPU. `select` maps all names to those wanted."""
     try:
         if weights.suffix == ".safetensors":
             with safe_open(weights, framework="pt") as file:
@@ -82,8 +82,8 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str) -> None:
 def fill(
     targets: dict[str, Tensor], tensors: dict[str, Tensor], file: Path, *, what: str, by: str
 ) -> None:
-    """Copies tensors of a file into those of a head, which have the same names and shapes. `by`:
-    what the shapes follow from."""
+    """Copies tensors of a file into those of a head with the same names and shapes. `what`, `by`:
+    the kind of head, and the source of its shapes, for the errors."""
     if missing := sorted(targets.keys() - tensors.keys()):
         raise ConfigError(f"{file} is incomplete: it lacks {missing[0]}")
     if extra := sorted(tensors.keys() - targets.keys()):
@@ -99,7 +99,7 @@ def fill(
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """Atomically: the file that was there stays whole until the new one is."""
+    """Atomic: an existing file is replaced once the new one is complete."""
     part = file.with_suffix(".part")
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(own, part, metadata={"format": "pt"})

@@ -1,12 +1,12 @@
 """The target drafts without some of its layers (Zhang et al., arXiv 2309.08168).
 
-Which layers can be skipped is searched for once per model, without training, on the first sequence
-that is long enough (after SWIFT, Xia et al., arXiv 2410.06916): by how much of the target's
-distribution is left without each of them, and without the most dispensable of them together. Where
-no choice is expected to pay, it proposes nothing, unless it is asked for a number of tokens.
+Which layers to skip is searched once per model, without training, on the first sequence that is
+long enough (after SWIFT, Xia et al., arXiv 2410.06916): layers are removed one after the other, the
+one whose removal changes the target's distribution least first. If no subset is expected to speed
+up decoding, nothing is proposed, unless `num_speculative_tokens` is given.
 
 The layers that are kept read the target's own KV entries. Drafted tokens are the most likely ones
-and never sampled: the output must not depend on whether the search came before it.
+and never sampled, so that the text does not depend on when the search was done.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LayerSkip(SelfDrafter):
         num_speculative_tokens: int | None = None,
     ) -> None:
         super().__init__(context, "layer_skip", num_speculative_tokens)
-        self.pays = True  # as far as is known
+        self.pays = True  # until the search has a result
         self.layers: LayerSubset | None = None
         if skip is None:
             return
@@ -94,8 +94,8 @@ class LayerSkip(SelfDrafter):
 
 
 class Search:
-    """Compares subsets of the layers on the target's own continuation of one sequence. Like any
-    draft this happens behind the slot's length, and leaves nothing there that counts."""
+    """Compares subsets of the layers on the target's own continuation of one sequence, computed
+    behind the slot's length like a draft."""
 
     def __init__(self, runner: ModelRunner, slot: int, root: int) -> None:
         self.runner, self.slot = runner, slot
@@ -112,9 +112,8 @@ class Search:
         return output.logits.float().softmax(-1)
 
     def agreement(self, layers: LayerSubset) -> float:
-        """From 0 to 1: the mean of how often a subset has the target's most likely token, and how
-        much of the distribution they share. The first is what counts; the second tells near misses
-        apart."""
+        """From 0 to 1: the mean of the share of equal argmax tokens and of the overlap of the
+        distributions, which ranks subsets of equal argmax agreement."""
         probs = self._probs(layers)
         same = (probs.argmax(-1) == self.probs.argmax(-1)).float().mean()
         shared = torch.minimum(probs, self.probs).sum(-1).mean()
@@ -136,7 +135,7 @@ class Search:
             result = SearchResult(skipped, expected_speed_up(agreement, layers.weight_share))
             best = max(best, result, key=lambda result: result.speed_up)
             if expected_speed_up(agreement, smallest_share) <= best.speed_up:
-                break  # without more layers it will hardly agree more
+                break  # fewer layers rarely agree more
         return best
 
 

@@ -1,8 +1,7 @@
-"""Prompt look-up (Saxena 2023): texts repeat themselves, so copy what followed last time.
+"""Prompt look-up (Saxena 2023): drafts what followed the last n-gram at its latest occurrence.
 
-The longest n-gram that ends the sequence and occurs earlier in prompt or output is looked for, from
-`prompt_lookup_max` tokens down to `prompt_lookup_min`; the newest occurrence is taken, and what
-followed it is proposed.
+The longest n-gram counts that ends the sequence and occurs earlier in it, from `prompt_lookup_max`
+tokens down to `prompt_lookup_min`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from draftahead.errors import ConfigError
 
 
 class NgramIndex:
-    """Where each n-gram of a growing sequence was last followed by something."""
+    """The latest occurrence of each n-gram of a growing sequence."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
-        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of what followed it
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of the next token
         self._indexed = 0  # tokens whose preceding n-grams are in the index
 
     def extend(self, tokens: list[int]) -> None:
@@ -34,7 +33,7 @@ class NgramIndex:
             if size <= len(tokens):
                 start = self._next.get(tuple(tokens[len(tokens) - size :]))
                 if start is not None:
-                    period = len(tokens) - start  # at the end of the sequence it repeats itself
+                    period = len(tokens) - start  # past the end, the continuation repeats
                     return [tokens[start + offset % period] for offset in range(count)]
         return []
 

@@ -1,8 +1,7 @@
-"""The target drafts for itself with some of its layers: the same weights, the same KV cache.
+"""Drafts with some of the target's layers, in the target's own KV cache.
 
-The KV entries of the sequence are there already. What such a forward writes lies behind every
-slot's length, where verification writes again and nothing else reads: no draft can change the
-output.
+A drafting forward reads the KV entries of the sequence and writes behind each slot's length, where
+verification writes again before anything is read: drafts cannot change the output.
 """
 
 from __future__ import annotations

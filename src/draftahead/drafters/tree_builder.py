@@ -123,8 +123,8 @@ class PartialTree:
         self.tokens, self.parents, self.confidence = [root], [-1], [1.0]
         self.paths: list[tuple[int, ...]] = [()]  # the tokens from below the root to each node
         self.frontier = [0] if max_depth else []  # nodes of the level that is expanded next
-        # Nodes that have children, or may, and the place of each one's parent in this list. A level
-        # with fewer nodes than those of other trees is filled up with the root.
+        # Nodes that were expanded, and the index of each one's parent in this list. The root pads
+        # levels to the size of the largest tree's.
         self.expanded, self.expanded_parents = [0], [-1]
         self._max_depth = max_depth
 
@@ -180,8 +180,8 @@ def sampled_chain(
     argmax: Tensor | None,
     feed: NextLogitsFn,
 ) -> None:
-    """Draws up to `count` tokens for every sequence; the draft sampler holds the draft. The tokens
-    may be unknown to the host when they are fed."""
+    """Draws up to `count` tokens for every sequence; the draft sampler holds the draft. Tokens stay
+    on the device."""
     max_depths = batch.max_depths
     active = None if all(max_depths) else torch.tensor([depth > 0 for depth in max_depths])
     for left in reversed(range(min(count, max(max_depths)))):
@@ -192,8 +192,8 @@ def sampled_chain(
 
 def argmax_chain(batch: Batch, count: int, logits: Tensor, feed: NextLogitsFn) -> Draft:
     """Up to `count` tokens for every sequence, each what the target would emit if it had these
-    logits. For drafters whose distribution is not reproducible (layer_skip
-    before and after its search): sampled drafts would make the text irreproducible."""
+    logits. For drafters whose distribution is not reproducible (layer_skip before and after its
+    search): sampled drafts would make the text irreproducible."""
     sequences = range(len(batch.sequences))
     chains: list[tuple[int, ...]] = [() for _ in sequences]
     for left in reversed(range(min(count, max(batch.max_depths)))):

@@ -1,4 +1,4 @@
-"""Simulated acceptance: how many tokens per forward pass a drafter would bring on held-out texts.
+"""Simulated acceptance: tokens per forward pass with a drafter on held-out texts.
 
 The simulation is exact for greedy decoding: drafts after a correct prefix of the text are those
 that the drafter would make there.
@@ -15,7 +15,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Acceptance:
     length: float  # tokens per forward pass: accepted ones and the target's own
-    by_depth: list[float]  # share of drafted tokens accepted, of those whose parents were
+    by_depth: list[float]  # accepted share of drafted tokens with accepted parents
 
 
 class AcceptanceSimulation:

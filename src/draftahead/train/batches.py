@@ -29,7 +29,7 @@ from draftahead.train.dataset import Dataset
 
 log = logging.getLogger(__name__)
 
-SORTED_BATCHES = 64  # texts of about so many batches are sorted by length together
+SORTED_BATCHES = 64  # about this number of batches is sorted by length together
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ BATCHES_PER_FILE = 8  # a smaller number loses less work at an interruption
 
 @dataclass(frozen=True)
 class Dataset:
-    """Texts one behind the other. The first `prompt_lengths[i]` tokens of text i are its prompt;
-    the others are to be learned."""
+    """Concatenated texts. The first `prompt_lengths[i]` tokens of text i are its prompt; the others
+    are to be learned."""
 
     tokens: Tensor  # int32
     lengths: Tensor  # int64 [texts]

@@ -30,7 +30,7 @@ from draftahead.train.config import TrainConfig
 from draftahead.train.task import TrainTask
 
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
-DIVERGED = 4.0  # a loss that is so many times the usual one ends the training
+DIVERGED = 4.0  # a loss this many times the running mean ends the training
 SETTLED = 100  # steps before the loss is compared: the first ones fall steeply
 CHECK_INTERVAL = 20  # steps between reads of the loss, which wait for the device
 WEIGHT_DECAY = 0.01  # of matrices; vectors (norms, biases) have none

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 2048  # positions whose logits are in memory at once: they are a training's largest tensors
+CHUNK = 2048  # positions per block of logits, which are the largest tensors of a training
 
 
 def target_probs(hidden: Tensor, lm_head: Tensor) -> Tensor:

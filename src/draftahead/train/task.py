@@ -1,4 +1,4 @@
-"""What is trained: a drafter, its loss, and how its drafts are compared with held-out texts."""
+"""Training tasks: a drafter, its loss, and the comparison of its drafts with held-out texts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class NextTokenTask(TrainTask):
 
     @abstractmethod
     def hidden(self, batch: TrainBatch, at: Any) -> Tensor:
-        """What the LM head reads at some tokens; `at` indexes [B, T]."""
+        """Inputs of the LM head at some tokens; `at` indexes [B, T]."""
 
     def loss(self, batch: TrainBatch) -> Tensor:
         predicts = F.pad(batch.loss_mask[:, 1:], (0, 1))
@@ -91,11 +91,11 @@ class NextTokenTask(TrainTask):
 class ChainTask(TrainTask):
     """A drafter of chains that start from the target's hidden states of any token."""
 
-    depth_decay: float  # the loss at each further depth counts so much as that before
+    depth_decay: float  # weight of a depth's loss relative to the depth before
 
     @abstractmethod
     def hidden(self, chains: Chains) -> Iterator[Tensor]:
-        """What the LM head reads at the nodes that predict the tokens to learn, by depth."""
+        """Inputs of the LM head at the nodes that predict the tokens to learn, by depth."""
 
     def loss(self, batch: TrainBatch) -> Tensor:
         chains = Chains(batch, self.depth)

@@ -83,8 +83,7 @@ class CpuEagleHead:
         return outputs.logits
 
     def build_trees(self, args: abi.TreeArgs) -> int:
-        """Builds trees where `args` says; returns their levels, without that of the roots'
-        children."""
+        """Builds trees in the memory of `args`; returns the number of levels expanded."""
         library, threads = self._kernels.library, num_threads()
         return int(
             library.draftahead_build_trees(ctypes.byref(self._model), ctypes.byref(args), threads)

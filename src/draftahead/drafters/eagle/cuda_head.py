@@ -28,7 +28,7 @@ from draftahead.core.draft import CONFIDENCE_SCALE, DeviceTimer
 from draftahead.drafters.eagle.spec import InputProjection
 from draftahead.kv.cache import KVCache
 
-MIN_INPUTS = 8  # inputs of a sequence in a graph; more are powers of two
+MIN_INPUTS = 8  # of a sequence in a graph; larger graphs have powers of two
 MAX_EXPANDED = 64  # nodes of a block: ancestors are the bits of one word
 
 
@@ -285,7 +285,7 @@ class CudaEagleHead:
             )  # fmt: skip
 
     def _first_input_arguments(self) -> dict[str, Any]:
-        """What the kernels need to store the input of the first layer's attention."""
+        """Arguments of kernels that store the input of the first layer's attention."""
         projection, hidden_size = self._projection, self._spec.hidden_size
         return {
             "embeddings": projection.embed.weight,
@@ -301,7 +301,7 @@ class CudaEagleHead:
 
 
 def _padded_length(num_inputs: int) -> int:
-    """Inputs of a sequence in the graph that computes so many."""
+    """Inputs of a sequence in the graph for `num_inputs`, padding included."""
     return max(MIN_INPUTS, next_power_of_two(num_inputs))
 
 

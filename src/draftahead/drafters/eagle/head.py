@@ -38,7 +38,7 @@ class EagleConfig:
 
     layer: LlamaConfig
     draft_vocab_size: int  # tokens that the head can predict
-    aux_layers: tuple[int, ...]  # the target's hidden states after so many layers are fused
+    aux_layers: tuple[int, ...]  # fused are the target's hidden states after these layers
     target_hidden_size: int = 0  # hidden size of the target; 0: of the layer
     norm_before_residual: bool = False  # the residual starts normed
     norm_before_fc: bool = False  # one norm over all hidden states side by side
@@ -123,8 +123,8 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """Parameters are named as in published heads. The embedding is the target's and is passed in,
-    unless the head has one of its own."""
+    """Parameters are named as in published heads. Embeddings are passed in; some heads have their
+    own table."""
 
     def __init__(self, config: EagleConfig, *, own_embedding: bool = False) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class EagleHead(nn.Module):
     ) -> Tensor:
         """Embeddings of tokens, and the features or outputs of the tokens before them, both [B, N,
         H], at positions [B, N] -> outputs [B, N, H], which stand in for the features of the tokens.
-        `num_outputs`: only of the last so many; of the others only keys and values count."""
+        `num_outputs`: of the last nodes only; of the others only keys and values are computed."""
         cos, sin = self.rotary(hidden, positions)
         cos_sin, num_nodes = (cos[:, None], sin[:, None]), hidden.shape[1]
         for index, layer in enumerate(self.layers):

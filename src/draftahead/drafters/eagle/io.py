@@ -124,7 +124,7 @@ def _aux_layers(stated: dict[str, Any], num_layers: int) -> tuple[int, ...]:
             1
         ]:  # these are indices of layers: the output of layer 1 is that after 2 layers
             ids = [layer + 1 for layer in ids]
-    # Other servers also concatenate them in the order of the layers, whatever that of the list.
+    # vLLM and SGLang also concatenate them in the order of the layers, not of the list.
     return tuple(sorted(ids or (2, num_layers // 2, num_layers - 3)))
 
 

@@ -1,8 +1,8 @@
-"""What the head's KV cache lacks of each sequence's inputs, and how it is brought up to date.
+"""Brings the head's KV cache up to date with the sequences.
 
-The head keeps KV entries of the inputs that it has read and compares their tokens with the sequence
-at every step. So it can be skipped, switched off or faulty for a while, and what the target
-accepted is read again with the target's own hidden states in place of the head's outputs.
+At every step the tokens in the cache are compared with the sequence, so that steps without the head
+do no harm. Accepted tokens are computed again, with the target's hidden states in place of the
+head's outputs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.kv.cache import CacheView, SlotOwners, slots_from
 from draftahead.models.runner import PREFILL_CHUNK
 
-# Inputs that a sequence may lack and still be computed in one forward with those of the others,
-# which are padded to as many. More pad more; fewer send sequences to a forward of their own sooner.
+# Missing inputs of a sequence that are computed in one forward with those of the batch, padded to
+# the longest. A larger limit pads more; a smaller one needs separate forwards more often.
 MAX_MISSING = 16
 
 
@@ -42,9 +42,9 @@ class HeadPrefill:
         self._graphs_hidden = runner.target.cache.hidden
 
     def prepare(self, sequences: Sequence[SequenceState], max_missing: int) -> list[list[int]]:
-        """The tokens of the inputs that each slot lacks, the last of which is the root. Where that
-        are more than `max_missing`, all but the last are computed here. A sequence of one token has
-        no input; in its place a dummy is returned."""
+        """Returns the tokens of each slot's missing inputs, the last of which is the root. If there
+        are more than `max_missing`, all but the last are computed here. For a sequence of one
+        token, which has no input, a dummy is returned."""
         cached, missing = self._runner.cache.tokens_in, []
         for slot, sequence in enumerate(sequences):
             is_owner = self._owners.claim(sequence.id, slot)
@@ -61,7 +61,7 @@ class HeadPrefill:
         return missing
 
     def commit(self, missing: Sequence[Sequence[int]]) -> None:
-        """These inputs have been computed."""
+        """Records that these inputs were computed."""
         for slot, tokens in enumerate(missing):
             self._runner.cache.tokens_in[slot].extend(tokens)
 

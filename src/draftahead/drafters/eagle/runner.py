@@ -29,9 +29,9 @@ from draftahead.models.runner import ModelRunner
 
 
 class HeadOutput(NamedTuple):
-    """What a forward of the head computed for N nodes of B sequences."""
+    """Outputs of the head for N nodes of B sequences."""
 
-    hidden: Tensor  # [B, N, H] stands in for the features of the nodes' tokens
+    hidden: Tensor  # [B, N, H] used as the features of the nodes' tokens
     logits: Tensor  # [B, N, D] over the draft vocabulary
 
 
@@ -113,8 +113,8 @@ class EagleRunner:
         self, tokens: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool = False
     ) -> HeadOutput:
         """Nodes with tokens [B, N] and `hidden` [B, N, H]: the features of the tokens before them,
-        or the outputs of their parents. `kv_only`: only keys and values count, and the output is
-        not complete."""
+        or the outputs of their parents. `kv_only`: only keys and values are
+        computed for all nodes, and the output is incomplete."""
         embedded = self.embed(tokens.to(self.device)).to(hidden.dtype)
         batch, num_nodes = tokens.shape
         if self.cpu is not None and self.cpu.supports(batch, num_nodes, len(nodes.parents[0])):

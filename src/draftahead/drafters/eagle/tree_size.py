@@ -58,5 +58,5 @@ class TreeSize:
 
 
 def largest_size(batch_size: int) -> int:
-    """The largest size that one forward of the target takes for so many sequences."""
+    """The largest size with which the batch fits one forward of the target."""
     return max((size for size in SIZES if batch_size * size <= MAX_FORWARD_NODES), default=SIZES[0])

@@ -18,7 +18,7 @@ from draftahead.drafters.head_files import (
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 
-KIND = "draftahead-exit"  # in config.json, by which an adapter is told from other heads
+KIND = "draftahead-exit"  # in config.json: distinguishes adapters from heads
 WEIGHTS = "model.safetensors"
 
 

@@ -39,8 +39,8 @@ from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
 
-# Candidates of each head, where no tree says which are needed. More find unlikely tokens, at the
-# cost of a longer list to read from the device.
+# Candidates of each head if no choices are given. More find unlikely tokens, and take longer to
+# copy from the device.
 CANDIDATES_PER_HEAD = 8
 # Least product of the heads' probabilities for a node of an adaptive tree. Lower adds nodes that do
 # not repay their share of the verification.

@@ -23,8 +23,7 @@ from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
 
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
-# Tokens by which a published lm_head may differ from the target's and still hold the same ones: it
-# is padded to a multiple of them.
+# A published lm_head may be padded to a multiple of this number of tokens.
 VOCAB_PADDING = 128
 PREFIX = re.compile(r"medusa_heads?\.")
 # Published names, and vLLM's -> those of `MedusaHeads.published_tensors`.
@@ -99,7 +98,7 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
     size, slack = (
         (vocab_size, VOCAB_PADDING) if draft_to_target is None else (len(draft_to_target), 1)
     )
-    if other := [own for own in sizes if abs(own - size) >= slack]:
+    if other := [stated for stated in sizes if abs(stated - size) >= slack]:
         raise ConfigError(f"{file} holds heads for {other[0]} tokens, and the target has {size}")
     return MedusaHeads(
         int(text_config(model).hidden_size),

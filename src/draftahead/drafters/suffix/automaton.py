@@ -17,7 +17,7 @@ from draftahead.core import tree
 from draftahead.drafters.base import MIN_CONFIDENCE
 from draftahead.drafters.candidates import CandidateNode
 
-LONGEST_MATCH = 16  # longer matches are treated alike: they are equally reliable
+LONGEST_MATCH = 16  # longer matches count as this long: they are equally reliable
 # Suffixes of the text, the longest first, that vote on the next token. More of them find more
 # alternatives where the longest one is rare.
 MAX_MATCHES = 4
@@ -72,8 +72,8 @@ class SuffixAutomaton:
         return clone
 
     def suffixes(self, state: int, length: int) -> list[tuple[int, int]]:
-        """(state, length) of a match of this length in a state and of its suffixes in other states,
-        the longest first, MAX_MATCHES at most."""
+        """(state, length) of a match and of its suffixes in other states: the MAX_MATCHES longest,
+        the longest first."""
         found: list[tuple[int, int]] = []
         while state > 0 and len(found) < MAX_MATCHES:
             found.append((state, min(length, self.length[state])))

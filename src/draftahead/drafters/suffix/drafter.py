@@ -32,7 +32,7 @@ REMATCHED_TOKENS = 64
 
 
 class SequenceIndex:
-    """What the drafter knows of one running sequence."""
+    """The automaton of one running sequence, and its place in the shared one."""
 
     def __init__(self) -> None:
         self.own = SuffixAutomaton()
@@ -40,7 +40,7 @@ class SequenceIndex:
         self.cursor = AutomatonCursor()
 
     def extend(self, tokens: list[int], shared: SuffixAutomaton | None) -> list[Match]:
-        """Adds what is new; returns all matches of the sequence's end."""
+        """Adds the new tokens; returns the matches of the sequence's suffixes."""
         if shared is not None and shared is not self.shared:  # rebuilt
             self.shared, self.cursor = shared, AutomatonCursor()
             for token in tokens[max(0, self.own.size - REMATCHED_TOKENS) : self.own.size]:
