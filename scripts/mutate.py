@@ -72,6 +72,7 @@ CACHE: Gate = (
     ["tests/kv", *_files("models", "runner support hidden_states"), *_files("engine", "replay")],
     ["tests/models", *_files("engine", "slots drafter_isolation target_faults")],
 )
+FAULTS = _files("engine", "drafter_faults drafter_isolation")
 TARGETS: dict[str, tuple[str, Gate]] = {
     "accept": ("sampling/accept.py", ACCEPTANCE),
     "processors": (
@@ -86,8 +87,8 @@ TARGETS: dict[str, tuple[str, Gate]] = {
     "detokenizer": ("core/detokenizer.py", (["tests/core"], ["tests/engine/test_scheduler.py"])),
     "scheduler": ("engine/scheduler.py", (ENGINE[0], _files("engine", "slots"))),
     "engine": ("engine/engine.py", ENGINE),
-    "guard": ("drafters/guard.py", ENGINE),
-    "base": ("drafters/base.py", ENGINE),
+    "guard": ("drafters/guard.py", (_files("drafters", "guard"), FAULTS)),
+    "base": ("drafters/base.py", (_files("drafters", "validation"), FAULTS)),
     "cache": ("kv/cache.py", CACHE),
     "attention": ("kv/attention.py", CACHE),
     "verifier": ("models/verifier.py", CACHE),

@@ -109,6 +109,12 @@ def sampler_for(
     return RecordedDraftSampler(batch, vocab_size)
 
 
+def batch_of_roots(*roots: int, max_depth: int = 9) -> Batch:
+    """A sequence for each root."""
+    sequences = [World(0, PLAIN, (0, root)).sequence() for root in roots]
+    return World(0, PLAIN).batch(*sequences, max_depth=max_depth)
+
+
 @contextmanager
 def scripted(script: list[Any], record: list[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Acceptance tests pass as `script` gives it; the probability of each is recorded, and the
