@@ -11,10 +11,11 @@ from itertools import zip_longest
 from typing import Any
 
 from draftahead.backends.llama_spec import GELU_TANH, SILU
+from draftahead.core import tree
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-# Compared with the library's, as are the structs. Their meaning is told in csrc/abi.h.
+# Compared with the library's, as are the structs. csrc/abi.h says what they mean.
 PANEL, CHUNK, TOPK, MAX_CHILDREN = 48, 64, 4, 16
 INPUT_NORMS = ("none", "each", "all")  # enum InputNorm
 CONSTANTS = {
@@ -23,6 +24,7 @@ CONSTANTS = {
     "CHUNK": CHUNK,
     "TOPK": TOPK,
     "MAX_CHILDREN": MAX_CHILDREN,
+    "MAX_NODES": tree.MAX_NODES,
     "SILU": SILU,
     "GELU_TANH": GELU_TANH,
     "NO_NORM": INPUT_NORMS.index("none"),

@@ -62,7 +62,7 @@ class GraphedForward:
         cache_slice: CacheSlice,
         with_logits: bool = True,
     ) -> ForwardOutput | None:
-        cache_slice = cache_slice._replace(kv_len=_rounded(cache_slice.kv_len, self._cache))
+        cache_slice = cache_slice._replace(kv_len=_padded_kv_len(cache_slice.kv_len, self._cache))
         found = self.graphs.run_nodes(
             cache_slice,
             partial(self._launch, cache_slice=cache_slice),
@@ -92,7 +92,7 @@ class GraphedForward:
             return (self._forward(inputs.tokens, positions, mask, view, True),)
 
 
-def _rounded(kv_len: int, cache: KVCache) -> int:
+def _padded_kv_len(kv_len: int, cache: KVCache) -> int:
     return min(max(MIN_KV_LEN, next_power_of_two(kv_len)), cache.num_entries)
 
 
@@ -117,7 +117,7 @@ class GraphedPrefill:
     def run(self, slot: int, tokens: Sequence[int], num_cached: int, last_position: int) -> bool:
         """Computes tokens behind `num_cached` entries of a slot; False if nothing was computed."""
         size = max(MIN_PREFILL, next_power_of_two(len(tokens)))
-        kv_len = _rounded(num_cached + size, self._cache)
+        kv_len = _padded_kv_len(num_cached + size, self._cache)
         is_new = (size, kv_len) not in self._seen
         self._seen.add((size, kv_len))
         if is_new or num_cached + size > kv_len or not self.graphs.can_capture:
@@ -165,7 +165,7 @@ class CompiledLayers:
             yield
 
     def _run(self, index: int, layer: nn.Module, *args: Any, **options: Any) -> Any:
-        # Its own layer of the cache: with all of it, the layer's index would be compiled in.
+        # With the whole cache, each layer's index would be a constant of its own compiled code.
         if isinstance(view := options.get("past_key_values"), CacheView):
             options["past_key_values"] = view.of_layer(index)
         return self._compiled(layer, *args, **options)

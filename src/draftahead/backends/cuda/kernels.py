@@ -1,8 +1,8 @@
 """Triton kernels of a forward over a few nodes of a llama-shaped decoder, in half precision.
 
 Such a forward is bound by reading weights, so each kernel streams its weights once and uses a tile
-for all nodes while it is on the chip. What stands between two linear layers costs launches rather
-than bytes, so it is fused into them: five kernels per layer, six where attention is split.
+for all nodes while it is on the chip. The operations between two linear layers are launch-bound, so
+they are fused into them: five kernels per layer, six if attention is split.
 
 Sums run in one fixed order and nothing is added atomically: the same forward gives the same bits.
 Rounding follows the model's own forward: half precision between operations, float32 inside.
@@ -18,8 +18,8 @@ import triton.language as tl
 def unpack_trees(
     roots, trees, tokens, depths, ancestors, vocab_size, NODES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Tokens, depths and ancestor bits of a sequence's device draft. Whatever `trees` hold, node 0
-    is the root, tokens are in the vocabulary, and parents stand before their children."""
+    """Tokens, depths and ancestor bits of a sequence's device draft. Values of `trees` are clamped:
+    node 0 is the root, tokens are in the vocabulary, and parents stand before their children."""
     seq, index = tl.program_id(0), tl.arange(0, BLOCK)
     inside, at = index < NODES, seq * NODES + index
     tree = trees + seq * 2 * NODES + index
@@ -47,7 +47,7 @@ def embed(
     tokens, table, norm, x, scaled, squares,
     HIDDEN: tl.constexpr, NUM_PARTIALS: tl.constexpr, NORM_SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x[n] = table[tokens[n]], and what the first norm needs of it."""
+    """x[n] = table[tokens[n]], prepared for the first norm as in `linear`."""
     node = tl.program_id(0)
     token = tl.load(tokens + node)
     at = tl.arange(0, BLOCK)
@@ -99,7 +99,9 @@ def linear(
             weight, bias, local = w2, b2, n - out0 - out1
         elif pid * BLOCK_N >= out0:
             weight, bias, local = w1, b1, n - out0
-    local = tl.minimum(local, OUT - 1)  # beyond the last output: computed, not written
+    local = tl.minimum(
+        local, OUT - 1
+    )  # programs beyond the last output compute it, and do not store
     k = tl.arange(0, BLOCK_K)
     w_at = weight + local.to(tl.int64)[:, None] * IN + k[None, :]
     x_at = x + node[:, None] * IN + k[None, :]
@@ -131,7 +133,7 @@ def linear(
         tl.store(scaled + at, (wide * factor[:, None]).to(value.dtype), mask=written)
     if ARGMAX:
         wide = value.to(tl.float32)
-        wide = tl.where(wide == wide, wide, float("inf"))  # NaN must not hide behind a number
+        wide = tl.where(wide == wide, wide, float("inf"))  # so that max returns it
         wide = tl.where((n < OUT)[:, None], wide, float("-inf"))
         top, place = tl.max(wide, 0, return_indices=True)
         tl.store(tile_max + node * tl.num_programs(0) + pid, top, mask=inside)
@@ -214,7 +216,7 @@ def _rotated(low, high, cos, sin, position, half_dim, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _rms_normed_head(low, high, weight, half_dim, eps, HEAD_DIM: tl.constexpr):
-    """The norm over a head that some models apply before they rotate."""
+    """RMS norm of a head's query or key, which some models apply before the rotation."""
     dtype = low.dtype
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     total = tl.sum(wide_low * wide_low, 1) + tl.sum(wide_high * wide_high, 1)
@@ -228,7 +230,7 @@ def _rms_normed_head(low, high, weight, half_dim, eps, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _finite(value):
-    """0 for what is not finite: see LayerCacheView in kv/cache.py."""
+    """`value` with 0 for NaN and infinity: see LayerCacheView in kv/cache.py."""
     wide = value.to(tl.float32)
     return tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(value.dtype)
 
@@ -255,10 +257,10 @@ def attend(
 ):  # fmt: skip
     """All queries of one sequence that share a KV head, over one split of its KV entries.
 
-    New keys are rotated here, used from registers, and stored in the cache on the way: by the one
-    program whose split they lie in. Each key is reduced in the lane of its entry, so a chain's sums
-    do not depend on which of its tokens were drafted. `num_earlier` nodes of the block are in the
-    cache already, from earlier forwards: visible to their descendants.
+    New keys are rotated here, used from registers, and stored in the cache by the program whose
+    split holds their entries. Each key is reduced in the lane of its entry, so a chain's sums do
+    not depend on which of its tokens were drafted. The first `num_earlier` nodes of the block are
+    in the cache already, from earlier forwards, and visible to their descendants.
     """
     seq = tl.program_id(0) // NUM_KV_HEADS
     head = tl.program_id(0) % NUM_KV_HEADS
@@ -272,7 +274,7 @@ def attend(
     node = query % num_nodes
     is_query = query < GROUP * num_nodes
     num_cached = tl.load(num_cached + seq).to(tl.int32)
-    num_context = tl.load(num_context_tokens).to(tl.int32)  # nodes of the text; drafted ones follow
+    num_context = tl.load(num_context_tokens).to(tl.int32)  # first nodes, which are text
     depth = tl.load(depths + seq * block_size + num_earlier + node).to(tl.int32)
     ancestor_bits = tl.load(ancestors + seq * block_size + num_earlier + node)
 
@@ -296,7 +298,7 @@ def attend(
         entry = start + tl.arange(0, BLOCK)
         k_at = base + entry[:, None] * HEAD_DIM + half_dim[None, :]
         v_at = base + entry[:, None] * HEAD_DIM + dim[None, :]
-        # Entries behind the text hold finite garbage, masked below: no need to mask it here.
+        # Entries behind the context hold finite numbers, which are masked below.
         k_low = tl.load(keys + k_at, mask=(entry < num_entries)[:, None], other=0.0)
         k_high = tl.load(keys + k_at + HALF_DIM, mask=(entry < num_entries)[:, None], other=0.0)
         value = tl.load(values + v_at, mask=(entry < num_entries)[:, None], other=0.0)
@@ -371,7 +373,7 @@ def attend(
 def combine_splits(
     attended, split_sums, split_max, split_weights, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Joins the results of the KV splits for one query of one head."""
+    """Combines the results of the KV splits for one query of one head."""
     query = tl.program_id(0)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
     top = tl.load(split_max + query * SPLITS + split)

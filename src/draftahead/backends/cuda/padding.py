@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from draftahead.backends.base import DeviceTree
 from draftahead.backends.cuda.layers import next_power_of_two
-from draftahead.core.device import device_of
 from draftahead.core.tree import MAX_NODES
 from draftahead.kv.cache import KVCache
 
@@ -35,8 +34,6 @@ class Padding(NamedTuple):
     ) -> Padding:
         """For a forward over `num_nodes` nodes behind `num_cached` entries of slots from
         `first_slot` on. `fixed`: the number of nodes stays as it is."""
-        if not device_of(cache.keys[0].device).is_gpu:
-            return Padding()
         batch = len(num_cached)
         keeps_nodes = fixed or num_nodes > MAX_NODES  # more are a prompt's
         more_nodes = 0 if keeps_nodes else next_power_of_two(num_nodes) - num_nodes

@@ -22,6 +22,7 @@ constexpr int64_t PANEL = 48;         // int8: outputs stored side by side; the 
 constexpr int64_t CHUNK = 64;         // int8: weights that one AVX-512 VNNI instruction multiplies
 constexpr int64_t TOPK = 4;           // tokens of largest logits that a forward returns per node
 constexpr int64_t MAX_CHILDREN = 16;  // of a node in a draft tree
+constexpr int64_t MAX_NODES = 64;     // of a tree: ancestors are the bits of one word
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 enum InputNorm { NO_NORM = 0, NORM_EACH = 1, NORM_ALL = 2 };  // see HeadInputs.norm
@@ -194,6 +195,7 @@ std::string abi_description() {
   DESCRIBE_CONSTANT(CHUNK)
   DESCRIBE_CONSTANT(TOPK)
   DESCRIBE_CONSTANT(MAX_CHILDREN)
+  DESCRIBE_CONSTANT(MAX_NODES)
   DESCRIBE_CONSTANT(SILU)
   DESCRIBE_CONSTANT(GELU_TANH)
   DESCRIBE_CONSTANT(NO_NORM)

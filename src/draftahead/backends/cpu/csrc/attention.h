@@ -192,7 +192,7 @@ void attend(const QueryGroup& g) {
   const float* keys = g.layer.keys + head * g.m.num_entries * d;
   const float* values = g.layer.values + head * g.m.num_entries * d;
   const Context context = context_of(g);
-  int64_t entries[64];
+  int64_t entries[MAX_NODES];
   float normalizers[MAX_QUERIES];
   score_context(g, context, keys);
   for (int64_t u = 0; u < g.count; u++) {

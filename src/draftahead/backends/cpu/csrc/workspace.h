@@ -13,8 +13,8 @@ constexpr int64_t MAX_QUERIES = 16;
 
 inline int64_t round_up16(int64_t n) { return (n + 15) / 16 * 16; }
 
-// Attention scores of one query: the KV entries of a slot and up to 64 nodes.
-inline int64_t scores_size(const Model& m) { return round_up16(m.num_entries + 64); }
+// Attention scores of one query: the KV entries of a slot and its tree's nodes.
+inline int64_t scores_size(const Model& m) { return round_up16(m.num_entries + MAX_NODES); }
 
 struct SharedBuffers {
   float *q, *k, *v, *attention;  // [num_tokens][heads][head_dim]
