@@ -66,8 +66,8 @@ class CpuTreeBuilder:
         max_missing = min(MAX_MISSING, NODES_PER_CALL // num_sequences)
         missing = self._prefill.prepare(batch.sequences, max_missing)
         runner.target.cache.compact()
-        held = runner.cache.tokens_in
-        root_entries = [len(held[slot]) + len(own) - 1 for slot, own in enumerate(missing)]
+        lengths = zip(map(len, runner.cache.tokens_in), map(len, missing), strict=False)
+        root_entries = [num_cached + count - 1 for num_cached, count in lengths]
         max_nodes = 1 + CHILDREN * (1 + builder.expanded_per_level * builder.max_depth)
         num_nodes = torch.zeros(num_sequences, dtype=torch.int64)
         tokens, parents = torch.zeros(2, num_sequences, max_nodes, dtype=torch.int64)
@@ -86,7 +86,7 @@ class CpuTreeBuilder:
             "parents": parents,
             "confidence": confidence,
         }
-        inputs, kept = self._head_inputs(missing)
+        inputs, tensors = self._head_inputs(missing)
         args = abi.TreeArgs(
             num_sequences=num_sequences,
             max_levels=builder.max_depth,
@@ -101,7 +101,7 @@ class CpuTreeBuilder:
             **{name: None if x is None else x.data_ptr() for name, x in arrays.items()},
         )
         self._run(args, builder)
-        del kept  # read until here
+        del tensors  # `inputs` holds their addresses
         self._prefill.commit(missing)
         pairs = [
             list(zip(tokens[b, 1:size].tolist(), parents[b, 1:size].tolist(), strict=True))
@@ -109,8 +109,8 @@ class CpuTreeBuilder:
         ]
         if not any(pairs):
             return None
-        stated = [confidence[b, 1 : 1 + len(own)].tolist() for b, own in enumerate(pairs)]
-        return Draft.trees(batch.roots, pairs, stated)
+        by_node = [confidence[b, 1 : 1 + len(nodes)].tolist() for b, nodes in enumerate(pairs)]
+        return Draft.trees(batch.roots, pairs, by_node)
 
     def _run(self, args: abi.TreeArgs, builder: TreeBuilder) -> None:
         start = time.perf_counter()
@@ -126,7 +126,7 @@ class CpuTreeBuilder:
         hidden = target.cache.hidden
         assert hidden is not None
         indices = torch.tensor(target.aux_indices(self._runner.head.config.aux_layers))
-        num_inputs, inputs = torch.tensor([len(own) for own in tokens]), padded(tokens)
+        num_inputs, inputs = torch.tensor(list(map(len, tokens))), padded(tokens)
         head_inputs = abi.HeadInputs(
             hidden=hidden.data_ptr(),
             num_entries=hidden.shape[2],
