@@ -58,9 +58,9 @@ class CandidateDrafter(Drafter, Generic[Source]):
         """(node, accepted) for every node whose parent was accepted."""
         nodes = self._drafts.get(sequence.id, [])
         parents = [-1, *(node.parent for node in nodes)]
-        found = tree.match_emitted([-1, *(node.token for node in nodes)], parents, emitted)
-        for node, outcome in zip(nodes, found[1:], strict=True):
-            if found[node.parent] and outcome is not None:
+        outcomes = tree.match_emitted([-1, *(node.token for node in nodes)], parents, emitted)
+        for node, outcome in zip(nodes, outcomes[1:], strict=True):
+            if outcomes[node.parent] and outcome is not None:
                 yield node, outcome
 
     def release(self, sequence: SequenceState) -> None:

@@ -29,12 +29,12 @@ CONFIG = "config.json"
 def find_weights(source: str | Path, names: Sequence[str], extras: Sequence[str] = ()) -> Path:
     """The file of weights in a folder or of a hub id: the first of `names` that exists. `extras`:
     further files to fetch from a hub."""
-    found = hub.files_of(source, [CONFIG, *names, *extras])
-    if found.is_file():
-        return found
+    path = hub.files_of(source, [CONFIG, *names, *extras])
+    if path.is_file():
+        return path
     for name in names:
-        if (found / name).is_file():
-            return found / name
+        if (path / name).is_file():
+            return path / name
     raise ModelNotFoundError(f"{source} has none of {', '.join(names)}")
 
 
@@ -101,8 +101,8 @@ def fill(
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     """Atomic: an existing file is replaced once the new one is complete."""
     part = file.with_suffix(".part")
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(own, part, metadata={"format": "pt"})
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(copies, part, metadata={"format": "pt"})
     part.replace(file)
 
 
@@ -117,10 +117,10 @@ def write_head(folder: Path, name: str, tensors: dict[str, Tensor], config: dict
 
 def dequantized_state(module: nn.Module) -> dict[str, Tensor]:
     """The state dict of a module, with plain weights in place of quantized ones."""
-    found = dict(module.state_dict())
+    state = dict(module.state_dict())
     for name, part in module.named_modules():
         if isinstance(part, Int8Linear):
             prefix = f"{name}." if name else ""
-            del found[f"{prefix}scales"]
-            found[f"{prefix}weight"] = part.dequantized()
-    return found
+            del state[f"{prefix}scales"]
+            state[f"{prefix}weight"] = part.dequantized()
+    return state

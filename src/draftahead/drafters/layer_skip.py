@@ -61,11 +61,11 @@ class LayerSkip(SelfDrafter):
         self.layers: LayerSubset | None = None
         if skip is None:
             return
-        most = self.num_layers - 1
+        last = self.num_layers - 1
         are_indices = isinstance(skip, list | tuple) and all(type(index) is int for index in skip)
-        if not are_indices or not all(1 <= index <= most for index in skip):
+        if not are_indices or not all(1 <= index <= last for index in skip):
             raise ConfigError(
-                f"skip must be a list of layers from 1 to {most} (layer 0 stays), not {skip!r}"
+                f"skip must be a list of layers from 1 to {last} (layer 0 stays), not {skip!r}"
             )
         self.layers = layers_without(self.runner.model, skip)
 

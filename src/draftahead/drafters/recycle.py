@@ -80,11 +80,11 @@ class Recycle(CandidateDrafter[Source]):
         namespace = sequence.request.namespace
         if namespace is None or not self.shared:
             return self._by_sequence.setdefault(sequence.id, {})
-        found = self._by_namespace.setdefault(namespace, {})
+        memory = self._by_namespace.setdefault(namespace, {})
         self._by_namespace.move_to_end(namespace)
         if len(self._by_namespace) > MAX_NAMESPACES:
             self._by_namespace.popitem(last=False)
-        return found
+        return memory
 
     def learn(self, batch: Batch, draft: Draft, output: ForwardOutput, verdict: Verdict) -> None:
         top = output.topk
@@ -112,10 +112,10 @@ class Recycle(CandidateDrafter[Source]):
 def read_table(file: str | Path, vocab_size: int) -> Mapping[int, list[int]]:
     """token -> successors, as scripts/successors.py writes them."""
     try:
-        found = load_file(file)["successors"].long()
+        table = load_file(file)["successors"].long()
     except (OSError, KeyError, SafetensorError) as error:
         raise ConfigError(f"{file} is no table of successors: {error}") from None
-    fits = found.ndim == 2 and len(found) == vocab_size
-    if not fits or int(found.min()) < 0 or int(found.max()) >= vocab_size:
+    fits = table.ndim == 2 and len(table) == vocab_size
+    if not fits or int(table.min()) < 0 or int(table.max()) >= vocab_size:
         raise ConfigError(f"{file} is a table for another vocabulary than one of {vocab_size}")
-    return dict(enumerate(found[:, :SUCCESSORS].tolist()))
+    return dict(enumerate(table[:, :SUCCESSORS].tolist()))

@@ -169,14 +169,14 @@ class CudaEagleHead:
             flat = [number for one in padded for number in one]
             inputs.words[:] = [0, *num_cached, *counts, *scaled, *flat, *keys]
 
-        found = self.graphs.run(
+        outputs = self.graphs.run(
             (batch, max_inputs, plan, splits, hidden_indices, hidden_states.data_ptr()),
             partial(self._launch, plan=plan, splits=splits, hidden_states=hidden_states),
             lambda: TreeBuffers(batch, max_inputs, plan, hidden_indices, self.layers.x[:1]),
             write,
             timer,
         )
-        return None if found is None else found[0]
+        return None if outputs is None else outputs[0]
 
     def _launch(
         self, inputs: TreeBuffers, plan: TreePlan, splits: KVSplits, hidden_states: Tensor

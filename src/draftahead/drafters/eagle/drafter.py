@@ -119,7 +119,7 @@ class Eagle(DeviceDrafter):
         draft = self.builder.build(batch, logits, forward.expand, draft_to_target)
         if self.tree is None or draft is None or draft.confidence is None:
             return draft
-        part = draft.subset([trees.most_confident(own, self.tree) for own in draft.confidence])
+        part = draft.subset([trees.most_confident(c, self.tree) for c in draft.confidence])
         return dataclasses.replace(part, confidence=None)  # all are verified
 
     # ------------------------------------------------------------------- drafts on the device

@@ -154,8 +154,8 @@ class EagleHead(nn.Module):
     def feature(self, hidden_states: Tensor) -> Tensor:
         """The target's hidden states [..., W, H'] -> features [..., H]."""
         if self.config.fc_norm:
-            each = zip(self.fc_norm, hidden_states.unbind(-2), strict=True)
-            hidden_states = torch.stack([norm(hidden) for norm, hidden in each], -2)
+            pairs = zip(self.fc_norm, hidden_states.unbind(-2), strict=True)
+            hidden_states = torch.stack([norm(hidden) for norm, hidden in pairs], -2)
         joined = hidden_states.flatten(-2)
         if self.config.norm_before_fc:
             joined = self.input_norm(joined)

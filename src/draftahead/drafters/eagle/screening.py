@@ -49,8 +49,8 @@ def fit(moments: Tensor, vocab_rows: Tensor) -> Screening | None:
     # A constant added to all logits does not change their order.
     whitened = (vocab_rows - vocab_rows.mean(0)).double() @ root
     best = torch.linalg.eigh(whitened.T @ whitened)[1][:, -rank:].flip(1)
-    found = Screening((inverse @ best).T.float().cpu(), (root @ best).T.float().cpu())
-    return found if all(part.isfinite().all() for part in found) else None
+    screening = Screening((inverse @ best).T.float().cpu(), (root @ best).T.float().cpu())
+    return screening if all(part.isfinite().all() for part in screening) else None
 
 
 def save(screening: Screening | None, folder: Path) -> None:
@@ -68,15 +68,15 @@ def load(folder: Path, hidden_size: int) -> Screening | None:
     if not file.is_file():
         return None
     try:
-        found = Screening(**tensors_in(file, list))
-        _check(found, hidden_size)
+        screening = Screening(**tensors_in(file, list))
+        _check(screening, hidden_size)
     except (TypeError, DraftaheadError) as problem:
         warnings.warn(
             f"{file} is left out, and the head slower on a CPU ({problem}): remove it",
             stacklevel=2,
         )
         return None
-    return Screening(found.projection.float(), found.basis.float())
+    return Screening(screening.projection.float(), screening.basis.float())
 
 
 def _check(screening: Screening, hidden_size: int) -> None:

@@ -102,15 +102,19 @@ class MedusaHeads(nn.Module):
 
     def published_tensors(self) -> dict[str, Tensor]:
         """Views of its tensors by published names, lm_heads by vLLM's: to read or to fill."""
-        found: dict[str, Tensor] = {f"lm_heads.{n}": w for n, w in self.lm_heads.named_parameters()}
+        tensors: dict[str, Tensor] = {
+            f"lm_heads.{n}": w for n, w in self.lm_heads.named_parameters()
+        }
         for kind in ("weight", "bias"):
             blocks = [getattr(self.first, kind).unflatten(0, (len(self), self.hidden_size))]
-            blocks += [[getattr(block, kind) for block in own] for own in self.deeper]  # type: ignore[attr-defined]
-            for layer, own in enumerate(blocks):
-                found |= {f"{head}.{layer}.linear.{kind}": own[head] for head in range(len(self))}
+            blocks += [[getattr(block, kind) for block in layer] for layer in self.deeper]  # type: ignore[attr-defined]
+            for layer, by_head in enumerate(blocks):
+                tensors |= {
+                    f"{head}.{layer}.linear.{kind}": by_head[head] for head in range(len(self))
+                }
         if self.draft_to_target is not None:
-            found["token_map"] = self.draft_to_target
-        return {name: tensor.detach() for name, tensor in found.items()}
+            tensors["token_map"] = self.draft_to_target
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def new_heads(model: Any, num_heads: int, **options: Any) -> MedusaHeads:

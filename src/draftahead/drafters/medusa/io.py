@@ -68,9 +68,9 @@ def _select(names: list[str]) -> list[str]:
 def _own_name(name: str) -> str:
     """Our name for one in a file; empty if heads have none such."""
     name = PREFIX.sub("", name, count=1)
-    for pattern, own in NAMES.items():
+    for pattern, ours in NAMES.items():
         if match := pattern.fullmatch(name):
-            return match.expand(own)
+            return match.expand(ours)
     return ""
 
 

@@ -32,8 +32,8 @@ def likeliest_tree(
     with the smaller path is taken."""
 
     def children(node: MedusaNode, index: int) -> Iterator[MedusaNode]:
-        own = probs[len(node.path)] if len(node.path) < len(probs) else ()
-        for candidate, prob in enumerate(own):
+        of_head = probs[len(node.path)] if len(node.path) < len(probs) else ()
+        for candidate, prob in enumerate(of_head):
             if node.confidence * prob > 0:
                 yield MedusaNode((*node.path, candidate), index, node.confidence * prob)
 
@@ -44,14 +44,14 @@ def likeliest_tree(
 def fixed_tree(choices: Sequence[Choice], probs: Sequence[Sequence[float]]) -> list[MedusaNode]:
     """The nodes of a given tree, parents first, as far as there are candidates: a part of `probs`
     may be left out."""
-    found: list[MedusaNode] = []
+    nodes: list[MedusaNode] = []
     index: dict[Choice, int] = {(): 0}
     for path in choices:
-        own = [p[i] for p, i in zip(probs, path, strict=False) if i < len(p)]
-        if len(own) == len(path):
+        chosen = [p[i] for p, i in zip(probs, path, strict=False) if i < len(p)]
+        if len(chosen) == len(path):
             index[path] = len(index)
-            found.append(MedusaNode(path, index[path[:-1]], math.prod(own)))
-    return found
+            nodes.append(MedusaNode(path, index[path[:-1]], math.prod(chosen)))
+    return nodes
 
 
 def validated_choices(name: str, choices: Any, num_heads: int) -> list[Choice]:
@@ -64,12 +64,12 @@ def validated_choices(name: str, choices: Any, num_heads: int) -> list[Choice]:
             f"{name} must be a list of 1 to {MAX_NODES - 1} paths of candidates, as "
             "[[0], [1], [0, 0]]"
         )
-    found = sorted({tuple(path) for path in given}, key=lambda path: (len(path), path))
-    if len(found[-1]) > num_heads:
+    paths = sorted({tuple(path) for path in given}, key=lambda path: (len(path), path))
+    if len(paths[-1]) > num_heads:
         raise ConfigError(
-            f"{name} is {len(found[-1])} deep, and there are {num_heads} Medusa heads"
+            f"{name} is {len(paths[-1])} deep, and there are {num_heads} Medusa heads"
         )
-    for path in found:
-        if path[:-1] and path[:-1] not in found:
+    for path in paths:
+        if path[:-1] and path[:-1] not in paths:
             raise ConfigError(f"{name} has {list(path)} without {list(path[:-1])} above it")
-    return found
+    return paths

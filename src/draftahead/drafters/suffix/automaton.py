@@ -38,16 +38,16 @@ class SuffixAutomaton:
 
     def extend(self, token: int) -> None:
         state = self._new({}, self.length[self.last] + 1)
-        at = self.last
-        while at != -1 and token not in self.next[at]:
-            self.next[at][token] = state
-            at = self.link[at]
-        if at != -1:
-            found = self.next[at][token]
-            is_longest = self.length[at] + 1 == self.length[found]
-            self.link[state] = found if is_longest else self._split(at, token, found)
+        suffix = self.last
+        while suffix != -1 and token not in self.next[suffix]:
+            self.next[suffix][token] = state
+            suffix = self.link[suffix]
+        if suffix != -1:
+            longer = self.next[suffix][token]
+            is_longest = self.length[suffix] + 1 == self.length[longer]
+            self.link[state] = longer if is_longest else self._split(suffix, token, longer)
         self.last, self.size = state, self.size + 1
-        for _ in range(MAX_COUNTED):  # every suffix occurs once more
+        for _ in range(MAX_COUNTED):  # all suffixes occur once more
             self.count[state] += 1
             state = self.link[state]
             if state <= 0:
@@ -60,15 +60,15 @@ class SuffixAutomaton:
         self.count.append(0)
         return len(self.next) - 1
 
-    def _split(self, at: int, token: int, found: int) -> int:
+    def _split(self, suffix: int, token: int, longer: int) -> int:
         """Moves the shorter strings of a state to a new state, once they occur where the longer
         ones do not."""
-        clone = self._new(dict(self.next[found]), self.length[at] + 1)
-        self.link[clone], self.count[clone] = self.link[found], self.count[found]
-        while at != -1 and self.next[at].get(token) == found:
-            self.next[at][token] = clone
-            at = self.link[at]
-        self.link[found] = clone
+        clone = self._new(dict(self.next[longer]), self.length[suffix] + 1)
+        self.link[clone], self.count[clone] = self.link[longer], self.count[longer]
+        while suffix != -1 and self.next[suffix].get(token) == longer:
+            self.next[suffix][token] = clone
+            suffix = self.link[suffix]
+        self.link[longer] = clone
         return clone
 
     def suffixes(self, state: int, length: int) -> list[tuple[int, int]]:
@@ -181,13 +181,13 @@ def followers(
     while state and not automaton.next[state]:
         state, is_end = automaton.link[state], True
     total = max(1, automaton.count[state] - is_end)
-    found = [
+    shares = [
         # MAX_COUNTED leaves the counts of short strings too low: a follower may have a higher one.
-        (token, then, min(1.0, automaton.count[then] / total))
-        for token, then in automaton.next[state].items()
+        (token, next_state, min(1.0, automaton.count[next_state] / total))
+        for token, next_state in automaton.next[state].items()
         if token != SEPARATOR
     ]
-    return sorted(found, key=lambda item: -item[2])[:MAX_CHILDREN]
+    return sorted(shares, key=lambda item: -item[2])[:MAX_CHILDREN]
 
 
 # --------------------------------------------------------------------------- earlier outputs
@@ -218,10 +218,10 @@ class SharedCorpus:
     def automaton(self, namespace: str) -> SuffixAutomaton:
         """All that is kept of a namespace, one text after another."""
         if namespace not in self._automata:
-            found = self._automata[namespace] = SuffixAutomaton()
+            automaton = self._automata[namespace] = SuffixAutomaton()
             for owner, text in self.texts:
                 if owner == namespace:
-                    _append(found, text)
+                    _append(automaton, text)
         return self._automata[namespace]
 
 
