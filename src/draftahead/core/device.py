@@ -118,7 +118,7 @@ class Device:
         return None
 
     def delay(self) -> None:
-        """Keeps the device busy for about a millisecond, for tests."""
+        """Keeps the device busy for about a millisecond."""
 
 
 class CudaDevice(Device):

@@ -247,14 +247,26 @@ def slots_from(first_slot: int | Tensor, entries: Tensor) -> Tensor:
 # ---------------------------------------------------------- the cache as a model's forward sees it
 
 
-class LayerCacheView:
-    """One layer of the cache during a forward: slots [first_slot, first_slot + B), entries
-    [0, kv_len).
-
-    Stands in for transformers' Cache object, of which a layer needs only these methods.
-    """
+class _CacheMethods:
+    """What a model needs of transformers' Cache object beside `update`. Positions and mask come
+    with the call."""
 
     is_compileable = False
+    kv_len: int
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.kv_len, 0
+
+
+class LayerCacheView(_CacheMethods):
+    """One layer of the cache during a forward: slots [first_slot, first_slot + B), entries
+    [0, kv_len)."""
 
     def __init__(
         self,
@@ -287,20 +299,9 @@ class LayerCacheView:
         batch = slice(self.first_slot, self.first_slot + len(self.entries))
         return keys[batch], values[batch]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions come with the call
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.kv_len, 0
-
-
-class CacheView:
+class CacheView(_CacheMethods):
     """All layers of the cache during a forward."""
-
-    is_compileable = False
 
     def __init__(
         self,
@@ -337,23 +338,12 @@ class CacheView:
     ) -> tuple[Tensor, Tensor]:
         return self._layers[layer_idx].update(key, value)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.kv_len, 0
-
     def __len__(self) -> int:
         return len(self._layers)
 
 
-class KVShapeProbe:
+class KVShapeProbe(_CacheMethods):
     """A cache that stores nothing and records the shapes that each layer would store."""
-
-    is_compileable = False
 
     def __init__(self) -> None:
         self._by_layer: dict[int, LayerKVShape] = {}
@@ -365,12 +355,6 @@ class KVShapeProbe:
         shape = LayerKVShape(key.shape[1], key.shape[3], value.shape[1], value.shape[3])
         self._by_layer[layer_idx], self.dtype = shape, key.dtype
         return key, value
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return query_length, 0

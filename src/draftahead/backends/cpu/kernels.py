@@ -207,8 +207,6 @@ def _layer(layer: LayerSpec, keys: Tensor, values: Tensor) -> abi.DecoderLayer:
 
 
 def _norm(weight: Tensor) -> int:
-    require(
-        kernels_can_read(weight, torch.float32, "cpu"),
-        "a norm's weight is not in float32 on the CPU",
-    )
+    readable = kernels_can_read(weight, torch.float32, "cpu")
+    require(readable, "a norm's weight is not in float32 on the CPU")
     return weight.data_ptr()

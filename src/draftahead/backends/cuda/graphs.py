@@ -116,9 +116,6 @@ class CapturedGraph:
         self._graph: Captured | None = None
         self.done = device.event()
 
-    def is_free(self) -> bool:
-        return self.done.query()
-
     def capture(self) -> Captured:
         """Captures the graph unless it is captured. Runs the body several times on its inputs."""
         if self._graph is None:
@@ -225,7 +222,7 @@ class GraphPool:
         """A graph of this key that is not in flight; a new one if there is none."""
         found = self._graphs.pop(key, [])
         self._graphs[key] = found  # now the most recently used
-        graph = next((one for one in found if one.is_free()), None)
+        graph = next((one for one in found if one.done.query()), None)
         if graph is None and len(found) >= MAX_IN_FLIGHT:
             graph = found[0]
             graph.done.synchronize()

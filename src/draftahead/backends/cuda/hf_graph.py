@@ -8,7 +8,7 @@ torch.compile: fewer kernels, for some seconds of compilation at every new numbe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -86,9 +86,7 @@ class GraphedForward:
         positions = (num_cached[:, None] + inputs.depths).clamp(max=last_position)
         entries = num_cached[:, None] + index
         view = CacheView(self._cache, first_slot, entries, kv_len, num_context_tokens)
-        if self._layers is None:
-            return (self._forward(inputs.tokens, positions, mask, view, True),)
-        with self._layers.patched():
+        with nullcontext() if self._layers is None else self._layers.patched():
             return (self._forward(inputs.tokens, positions, mask, view, True),)
 
 
