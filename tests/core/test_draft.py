@@ -61,6 +61,7 @@ def test_a_subset_of_a_draft_keeps_its_shape_and_confidence() -> None:
     assert subset.parents == [[-1, 0, 1]] * 2
     assert subset.num_nodes == [3, 1]
     assert subset.confidence == [[0.5, 0.3], []]
+    assert draft.subset([[0, 1, 2, 3], [0]]).num_nodes == [4, 1]
     assert draft.subset([[0, 1, 2, 3], [0, 1]]) is draft
 
 
