@@ -30,7 +30,7 @@ class DeviceTree(NamedTuple):
     trees: Tensor  # [B, 2 or more, N]: tokens and parents, on the device
 
     def and_idle(self, num_sequences: int) -> DeviceTree:
-        """With trees of zeros for `num_slots` more slots, whose output is not used."""
+        """With trees of zeros for `num_sequences` more sequences, as padding."""
         padded = F.pad(self.trees, (0, 0, 0, 0, 0, num_sequences))
         return DeviceTree([*self.roots, *[0] * num_sequences], padded)
 

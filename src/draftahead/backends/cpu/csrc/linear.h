@@ -288,7 +288,7 @@ void int8_outputs(const Weights& w, const Activations& a, float* y, int64_t stri
 
 // ---------------------------------------------------------------------------------- both of them
 
-constexpr int64_t MAX_TOKENS = 8;  // whose sums fit the registers
+constexpr int64_t MAX_TOKENS = 8;  // of one pass over the weights: their sums fit the registers
 
 typedef void (*Outputs)(const Weights&, const Activations&, float*, int64_t, int64_t, int64_t,
                         Output);
