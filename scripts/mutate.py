@@ -64,9 +64,13 @@ SAMPLING: Gate = (
     + _files("engine", "drafter_isolation"),
 )
 CORE: Gate = (["tests/core"], [*SAMPLING[0], *ACCEPTANCE[0], *_files("engine", "drafter_faults")])
+SCHEDULER: Gate = (
+    _files("engine", "scheduler"),
+    _files("engine", "interrupts drafter_isolation target_faults slots"),
+)
 ENGINE: Gate = (
-    ["tests/core", *_files("engine", "scheduler drafter_isolation target_faults")],
-    _files("engine", "slots replay drafter_faults") + _files("llm", "generate logprobs"),
+    _files("engine", "drafter_isolation interrupts launch_ahead"),
+    _files("engine", "target_faults slots replay drafter_faults") + _files("llm", "generate"),
 )
 CACHE: Gate = (
     ["tests/kv", *_files("models", "runner support hidden_states"), *_files("engine", "replay")],
@@ -85,7 +89,7 @@ TARGETS: dict[str, tuple[str, Gate]] = {
     "tree": ("core/tree.py", CORE),
     "draft": ("core/draft.py", CORE),
     "detokenizer": ("core/detokenizer.py", (["tests/core"], ["tests/engine/test_scheduler.py"])),
-    "scheduler": ("engine/scheduler.py", (ENGINE[0], _files("engine", "slots"))),
+    "scheduler": ("engine/scheduler.py", SCHEDULER),
     "engine": ("engine/engine.py", ENGINE),
     "guard": ("drafters/guard.py", (_files("drafters", "guard"), FAULTS)),
     "base": ("drafters/base.py", (_files("drafters", "validation"), FAULTS)),

@@ -27,6 +27,7 @@ def test_chains_of_unequal_length() -> None:
 def test_a_draft_of_roots_only() -> None:
     draft = Draft.root_only(ROOTS)
     assert draft.token_tensor.tolist() == [[7], [8]]
+    assert draft.parents == [[-1], [-1]]
     assert draft.num_nodes == [1, 1]
     assert draft.is_chain
     assert draft.confidence is None
@@ -63,6 +64,7 @@ def test_a_subset_of_a_draft_keeps_its_shape_and_confidence() -> None:
     assert subset.confidence == [[0.5, 0.3], []]
     assert draft.subset([[0, 1, 2, 3], [0]]).num_nodes == [4, 1]
     assert draft.subset([[0, 1, 2, 3], [0, 1]]) is draft
+    assert draft.subset([[0, 1, 2, 3], [0]]).num_nodes == [4, 1]
 
 
 def test_to_host_of_a_host_draft_copies_the_extra_tensor() -> None:
@@ -73,17 +75,13 @@ def test_to_host_of_a_host_draft_copies_the_extra_tensor() -> None:
 
 def test_to_host_copies_a_chain_and_the_extra_tensor() -> None:
     found = torch.tensor([[5, 6, 4], [9, 9, 1]])
-    probs = torch.rand(2, 2, 3)
-    draft = DeviceDraft(ROOTS, torch.tensor([[7, 1], [8, 3]]), [2, 1], probs)
+    probs, tokens, parents = torch.rand(2, 3, 3), [[7, 1, 2], [8, 3, 4]], [[-1, 0, 1]] * 2
+    draft = DeviceDraft(ROOTS, torch.tensor(tokens), [3, 1], probs)
     assert draft.is_chain
-    assert draft.parent_tensor.tolist() == [[-1, 0]] * 2
+    assert draft.parent_tensor.tolist() == parents
     known, others = draft.to_host(found)
     assert others == found.tolist()
-    assert (known.tokens, known.parents, known.num_nodes) == (
-        [[7, 1], [8, 3]],
-        [[-1, 0]] * 2,
-        [2, 1],
-    )
+    assert (known.tokens, known.parents, known.num_nodes) == (tokens, parents, [3, 1])
     assert known.probs is probs
     assert known.confidence is None
 
