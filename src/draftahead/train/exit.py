@@ -19,13 +19,8 @@ class ExitTask(NextTokenTask):
     method, file_key = "early_exit", "adapter"
 
     def __init__(self, adapter: ExitAdapter, model: Any, *, depth: int = 4) -> None:
-        super().__init__(
-            adapter,
-            model,
-            depth=depth,
-            aux_layers=[adapter.config.num_layers],
-            draft_to_target=adapter.draft_to_target,
-        )
+        layers, vocab = [adapter.config.num_layers], adapter.draft_to_target
+        super().__init__(adapter, model, depth=depth, aux_layers=layers, draft_to_target=vocab)
         self.adapter, self._norm = adapter, final_norm(model)
 
     def hidden(self, batch: TrainBatch, at: Any) -> Tensor:

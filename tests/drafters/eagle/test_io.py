@@ -123,7 +123,7 @@ def test_safe_ai_labs_layout_loads(pickled: bool, half: bool, model: Any, tmp_pa
 
 
 def test_indices_of_layers_become_aux_layers(model: Any, tmp_path: Path) -> None:
-    """`eagle_config` has indices of layers, from 0: the output of layer 1 is that after two layers."""
+    """`eagle_config` has indices of layers, from 0: 1 means after two layers."""
     weights = published(exact_head(), "midlayer")
     for layers, expected in (([1, 2], (2, 3)), ([2, 3], (2, 3))):
         config = safe_ai_lab(eagle_config={"eagle_aux_hidden_state_layer_ids": layers})

@@ -94,24 +94,18 @@ class MedusaHeads(nn.Module):
             raise ConfigError(
                 f"{type(model).__name__} has no lm_head that Medusa heads could share"
             )
-        return (
-            lm_head
-            if self.draft_to_target is None
-            else output_subset(lm_head, self.draft_to_target)
-        )
+        vocab = self.draft_to_target
+        return lm_head if vocab is None else output_subset(lm_head, vocab)
 
     def published_tensors(self) -> dict[str, Tensor]:
         """Views of its tensors by published names, lm_heads by vLLM's: to read or to fill."""
-        tensors: dict[str, Tensor] = {
-            f"lm_heads.{n}": w for n, w in self.lm_heads.named_parameters()
-        }
+        tensors = {f"lm_heads.{name}": x.data for name, x in self.lm_heads.named_parameters()}
         for kind in ("weight", "bias"):
             blocks = [getattr(self.first, kind).unflatten(0, (len(self), self.hidden_size))]
             blocks += [[getattr(block, kind) for block in layer] for layer in self.deeper]  # type: ignore[attr-defined]
             for layer, by_head in enumerate(blocks):
-                tensors |= {
-                    f"{head}.{layer}.linear.{kind}": by_head[head] for head in range(len(self))
-                }
+                for head in range(len(self)):
+                    tensors[f"{head}.{layer}.linear.{kind}"] = by_head[head]
         if self.draft_to_target is not None:
             tensors["token_map"] = self.draft_to_target
         return {name: tensor.detach() for name, tensor in tensors.items()}
