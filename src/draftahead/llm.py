@@ -65,11 +65,19 @@ class LLM:
         **options: Any,
     ) -> None:
         """`report` is called with a line of text when something takes a while."""
-        config = LLMConfig.of(model, drafter, options)
+        self._load(LLMConfig.of(model, drafter, options), report)
+
+    @classmethod
+    def from_config(cls, config: LLMConfig, *, report: ProgressCallback = no_progress) -> LLM:
+        llm = cls.__new__(cls)
+        llm._load(config, report)
+        return llm
+
+    def _load(self, config: LLMConfig, report: ProgressCallback) -> None:
         self._loader = Loader(config, report)
-        self.model, self.tokenizer = model, config.tokenizer
+        self.model, self.tokenizer = config.model, config.tokenizer
         if config.is_named:
-            self.model, tokenizer = self._loader(str(model))
+            self.model, tokenizer = self._loader(str(config.model))
             self.tokenizer = config.tokenizer or tokenizer
         generation_config.warn_unsupported(self.model)
         self._build(config, report)

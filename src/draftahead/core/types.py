@@ -70,6 +70,7 @@ class SequenceState:
     prompt_length: int = field(init=False)
     is_greedy: bool = field(init=False)
     modifies_logits: bool = field(init=False)  # by processors, which depend on a node's path
+    takes_argmax: bool = field(init=False)  # of the logits as the model computes them
     # Tokens that end the output. They stay in token_ids; their text is not shown.
     end_ids: frozenset[int] = field(init=False)
 
@@ -78,6 +79,7 @@ class SequenceState:
         self.params, self.prompt_length = params, len(request.prompt)
         self.is_greedy = params.is_greedy
         self.modifies_logits = params.modifies_logits or bool(request.bad_word_ids)
+        self.takes_argmax = self.is_greedy and not self.modifies_logits
         ends = frozenset(params.stop_token_ids)
         self.end_ids = ends if params.ignore_eos else ends | request.eos_token_ids
 

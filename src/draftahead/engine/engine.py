@@ -103,8 +103,8 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return None
-        timer, asked = StepTimer(), not self._is_plain and self._should_draft(batch)
         proposed: Draft | DeviceDraft = Draft.root_only([s.tokens[-1] for s in batch.sequences])
+        timer, asked = StepTimer(), not self._is_plain and self._should_draft(batch)
         if asked:
             batch = self._with_sampler_and_costs(batch)
             proposed = self._propose(batch)

@@ -87,8 +87,10 @@ def accept_deterministic(
             tokens = [all_tokens[b][node] for b, node in zip(active, nodes, strict=True)]
         descended = []
         for b, node, token in zip(active, nodes, tokens, strict=True):
-            if not _emit(verdict, b, token, batch):
+            if token == NO_TOKEN:
+                _fail(verdict, b, batch)
                 continue
+            verdict.tokens[b].append(token)
             if (child := children[b].get((node, token))) is not None:
                 verdict.paths[b].append(child)
                 descended.append(b)
@@ -102,7 +104,7 @@ def _target_tokens_of_all_nodes(
     """The draft on the host, and the target's own token at every node [B][N], with one
     synchronisation. None for the tokens on a CPU, where sampling all nodes costs more than it
     saves, with logits that depend on the path, and where replay must sample one by one."""
-    if batch.all_greedy and not batch.modifies_logits and output.argmax is not None:
+    if output.argmax is not None and all(s.takes_argmax for s in batch.sequences):
         return draft.to_host(output.argmax)
     on_host = device_of(output.logits.device).is_cpu
     if batch.modifies_logits or on_host or (batch.exact == "replay" and not batch.all_greedy):
@@ -219,7 +221,7 @@ def accept_token_rejection(
             context = NodeContext(sequence, tuple(emitted))
             p = probs_of(output.logits[b, node][None], [context])[0].to(torch.float64)
             if not p[0].isfinite():
-                _emit(verdict, b, NO_TOKEN, batch)
+                _fail(verdict, b, batch)
                 break
             if token != NO_TOKEN:
                 q = draft.probs[b, node].to(p)
@@ -320,18 +322,21 @@ def _contexts_by_depth(batch: Batch, width: int) -> list[NodeContext]:
     return [NodeContext(s, (0,) * depth) for s in batch.sequences for depth in range(width)]
 
 
-def _emit(verdict: Verdict, b: int, token: int, batch: Batch) -> bool:
-    """Adds the target's own token to what sequence b emits, or an error; returns whether there is
-    a token."""
-    if token != NO_TOKEN:
+def _emit(verdict: Verdict, b: int, token: int, batch: Batch) -> None:
+    """Adds the target's own token to what sequence b emits, or its error if there is none."""
+    if token == NO_TOKEN:
+        _fail(verdict, b, batch)
+    else:
         verdict.tokens[b].append(token)
-        return True
+
+
+def _fail(verdict: Verdict, b: int, batch: Batch) -> None:
+    """Records why the target has no token after what sequence b emits in this step."""
     processor_error = batch.sequences[b].processor_errors.get(tuple(verdict.tokens[b]))
     verdict.errors[b] = processor_error or NonFiniteLogitsError(
         "the target's logits allow no next token (NaN, infinite, or every token forbidden); "
         "try dtype='float32', or check the logit bias, the bad words and the processors"
     )
-    return False
 
 
 def _empty_verdict(batch: Batch) -> Verdict:

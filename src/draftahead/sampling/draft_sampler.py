@@ -87,7 +87,7 @@ class RecordedDraftSampler:
     ) -> tuple[Tensor, list[bool]]:
         """Tokens [B], and which sequences had a distribution: without processors, all."""
         all_true = [True] * len(self.sequences)
-        if self.batch.all_greedy and not self.batch.modifies_logits:
+        if all(sequence.takes_argmax for sequence in self.sequences):
             if argmax is not None and logits.shape[-1] <= self.vocab_size:
                 return argmax.clamp(min=0), all_true
             return logits[:, : self.vocab_size].argmax(-1), all_true

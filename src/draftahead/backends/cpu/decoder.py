@@ -94,7 +94,6 @@ class CpuDecoder:
         lower, all_layers._lower_layers = all_layers._lower_layers, None
         hidden = self._spec.embed(tokens).contiguous()
         nodes = self._nodes(hidden, torch.tensor(num_cached), parents, cache_slice)
-        parents = parents or [tree.chain(num_nodes)] * num_sequences
         vocab_size = self._model.lm_head.out_features if with_logits else 0
         outputs = Outputs.empty(num_sequences, num_nodes, vocab_size)
         aux = self._empty_aux_hidden(num_sequences, num_nodes)

@@ -58,10 +58,10 @@ class LowerLayerCache:
         return last if continues and all(map(tree.is_chain, last.parents)) else None
 
     def with_nodes(
-        self, tokens: list[list[int]], parents: Sequence[Sequence[int]], hidden: Tensor
+        self, tokens: list[list[int]], parents: Sequence[Sequence[int]] | None, hidden: Tensor
     ) -> LowerLayerCache:
         """A copy with the nodes [B, M] of one more forward; `parents` index its own nodes."""
-        count = self.num_nodes
+        count, parents = self.num_nodes, parents or _chains(tokens)
         return replace(
             self,
             tokens=[[*old, *new] for old, new in zip(self.tokens, tokens, strict=True)],
@@ -77,12 +77,13 @@ class LowerLayerCache:
         cache: KVCache,
         first_slot: int,
         tokens: list[list[int]],
-        parents: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None,
     ) -> list[list[int]] | None:
         """For every node [B][M] of these trees the index of the recorded node with the same path,
         or -1. None if the record is invalid or has none of them."""
         if not self._is_valid(cache, first_slot, len(tokens)):
             return None
+        parents = parents or _chains(tokens)
         found = [self._find(b, tokens[b], parents[b]) for b in range(len(tokens))]
         return found if any(index != -1 for one in found for index in one) else None
 
@@ -100,3 +101,8 @@ class LowerLayerCache:
         tokens_in = cache.tokens_in[first_slot : first_slot + num_sequences]
         now = (first_slot, tokens_in, cache.write_count)
         return now == (self.first_slot, self.tokens_in, self.write_count)
+
+
+def _chains(tokens: list[list[int]]) -> list[list[int]]:
+    """The parents of trees without branches."""
+    return [tree.chain(len(chain)) for chain in tokens]

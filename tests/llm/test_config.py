@@ -1,0 +1,50 @@
+"""The configuration of an LLM, and a second engine on the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import zoo
+from draftahead import LLM, LLMConfig, SamplingParams
+from draftahead.errors import ConfigError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def test_from_config_makes_what_the_options_make() -> None:
+    target = zoo.tiny("llama")
+    config = LLMConfig(model=target, drafter="lookup", rule="token", max_batch=3, max_context=77)
+    made, given = (
+        LLM.from_config(config),
+        LLM(target, "lookup", rule="token", max_batch=3, max_context=77),
+    )
+    assert made.config == given.config == config
+    assert made.generate([1, 2, 3], GREEDY)[0].token_ids == (
+        given.generate([1, 2, 3], GREEDY)[0].token_ids
+    )
+
+
+@pytest.mark.parametrize("options", [{"exact": "replay"}, {"lossless": False}, {"rule": "token"}])
+def test_second_engine_keeps_every_option(options: dict[str, object]) -> None:
+    llm = LLM(zoo.tiny("llama"), "none", max_batch=3, max_context=77, **options)
+    other = llm.with_drafter("lookup")
+    assert other.model is llm.model
+    assert dataclasses.replace(other.config, drafter="none") == llm.config
+    assert other.engine.verifier.max_context == 77
+    assert other.engine.rule == llm.engine.rule and other.engine.lossless == llm.engine.lossless
+
+
+def test_second_engine_takes_changes() -> None:
+    llm = LLM(zoo.tiny("llama"), "none", max_batch=3)
+    assert llm.with_drafter("lookup", max_batch=2).config.max_batch == 2
+    assert llm.config.max_batch == 3
+    with pytest.raises(ConfigError, match="did you mean"):
+        llm.with_drafter("lookup", exact="distributon")
+
+
+def test_config_cannot_be_changed() -> None:
+    config = LLM(zoo.tiny("llama"), "none").config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.rule = "token"  # type: ignore[misc]
