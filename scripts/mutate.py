@@ -69,8 +69,8 @@ SCHEDULER: Gate = (
     _files("engine", "interrupts drafter_isolation target_faults slots"),
 )
 ENGINE: Gate = (
-    _files("engine", "drafter_isolation interrupts launch_ahead"),
-    _files("engine", "target_faults slots replay drafter_faults") + _files("llm", "generate"),
+    _files("engine", "step"),
+    _files("engine", "interrupts drafter_isolation launch_ahead slots"),
 )
 CACHE: Gate = (
     ["tests/kv", *_files("models", "runner support hidden_states"), *_files("engine", "replay")],

@@ -14,50 +14,10 @@ from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import Batch, ForwardOutput, Request, SequenceState, Verdict
 from draftahead.engine.scheduler import Scheduler
 from draftahead.errors import NonFiniteLogitsError
+from recording_verifier import Recording
 
 END, VOCAB_SIZE = 9, 10
 PROMPT = (1, 2)
-
-
-class Recording:
-    """In place of a verifier, its runner and its cache: notes what it is told to do."""
-
-    def __init__(self, slots: int, held: Sequence[int] = (), max_depth: int = 99) -> None:
-        self.cache = self.runner = self
-        self.num_slots, self.limit = slots, max_depth
-        self.held = dict(enumerate(held))  # KV entries of any prompt
-        self.tokens_in: list[list[int]] = [[] for _ in range(slots)]
-        self.calls: list[Any] = []
-        self.clock = [0.0]
-
-    def max_depth(self, sequence: SequenceState) -> int:
-        return self.limit
-
-    def prefill_slots(self, first_slot: int, sequences: list[SequenceState]) -> None:
-        self.calls.append(("prefill", first_slot, [one.id for one in sequences]))
-        for slot, one in enumerate(sequences, start=first_slot):
-            self.tokens_in[slot] = one.tokens[:-1]
-
-    def prefill(self, slot: int, sequence: SequenceState) -> int:
-        self.calls.append(("reuse", slot, sequence.id))
-        return 1
-
-    def matching_prefix(self, slot: int, tokens: Sequence[int]) -> int:
-        return self.held.get(slot, 0)
-
-    def copy_slot(self, source: int, to: int) -> None:
-        self.calls.append(("copy", source, to))
-        self.tokens_in[to] = list(self.tokens_in[source])
-
-    def swap_slots(self, one: int, other: int) -> None:
-        self.calls.append(("swap", one, other))
-
-    def clear_slot(self, slot: int) -> None:
-        self.calls.append(("clear", slot))
-
-    def synchronize(self) -> None:
-        """The forward is done now."""
-        self.clock[0] += 1.0
 
 
 def scheduler_of(verifier: Recording) -> Scheduler:
@@ -258,6 +218,16 @@ def test_a_batch_takes_as_many_as_it_has_slots() -> None:
     scheduler.schedule()
     assert scheduler.running == [four[1], four[2]]
     assert not scheduler.remove(four[0])  # it was removed before
+
+
+def test_a_batch_stays_as_it_is_when_others_are_admitted() -> None:
+    scheduler, two = scheduler_of(Recording(2)), [sequence(i) for i in range(2)]
+    scheduler.add(two[:1])
+    batch = scheduler.schedule()
+    scheduler.add(two[1:])
+    scheduler.schedule()
+    assert batch is not None
+    assert list(batch.sequences) == two[:1]
 
 
 def test_the_last_sequence_moves_into_a_slot_that_became_free() -> None:

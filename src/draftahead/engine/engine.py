@@ -46,7 +46,7 @@ class Engine:
         *,
         exact: Exact,
         rule: AcceptanceRule,
-        lossless: bool = True,
+        lossless: bool,
     ) -> None:
         self.verifier, self.drafter, self.decode = verifier, drafter, decode
         self.rule: AcceptanceRule = rule
@@ -111,7 +111,6 @@ class Engine:
         draft = self._part_to_verify(proposed) if asked else proposed
         timer.lap("draft")
         output = self.verifier.forward(batch, draft)
-        timer.lap("verify")
         return InFlightStep(batch, timer, asked, proposed, draft, output)
 
     def _should_draft(self, batch: Batch) -> bool:
