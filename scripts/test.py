@@ -27,7 +27,8 @@ NIGHTLY: list[list[str]] = [["scripts/mutate.py", "--jobs", "2", "--minutes", "1
 def commands(arguments: Sequence[str]) -> list[list[str]]:
     everything = "--all" in arguments
     for_pytest = [argument for argument in arguments if argument != "--all"]
-    pytest = ["-m", "pytest", "--quiet"]
+    # A process per core, one thread each: tiny models gain nothing from more threads.
+    pytest = ["-m", "pytest", "--quiet", "--numprocesses=auto", "--dist=worksteal"]
     if everything:
         pytest += ["-m", "", "--durations=20"]  # overrides the "not slow" of pyproject.toml
         if not for_pytest:  # a selection of tests is no measure of coverage
