@@ -27,8 +27,9 @@ NIGHTLY: list[list[str]] = [["scripts/mutate.py", "--jobs", "2", "--minutes", "1
 def commands(arguments: Sequence[str]) -> list[list[str]]:
     everything = "--all" in arguments
     for_pytest = [argument for argument in arguments if argument != "--all"]
-    # A process per core, one thread each: tiny models gain nothing from more threads.
-    pytest = ["-m", "pytest", "--quiet", "--numprocesses=auto", "--dist=worksteal"]
+    # A process per core, one thread each: tiny models gain nothing from more threads. Each process
+    # takes up to 3 GB; more than 4 wait for the slowest tests.
+    pytest = ["-m", "pytest", "--quiet", "-n", "auto", "--maxprocesses=4", "--dist=worksteal"]
     if everything:
         pytest += ["-m", "", "--durations=20"]  # overrides the "not slow" of pyproject.toml
         if not for_pytest:  # a selection of tests is no measure of coverage
