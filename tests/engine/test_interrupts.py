@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,32 @@ def test_a_sequence_that_has_ended_is_not_continued(
     assert ended.output == zoo.reference(target, PROMPTS[0], 2)
     assert ended.finish_reason == "length"
     assert not llm.engine.scheduler.running
+
+
+class Interrupting(collections.deque[SequenceState]):
+    """An interrupt comes just before a sequence is taken out."""
+
+    def popleft(self) -> SequenceState:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_sequence_that_is_admitted(target: Any, given_up: bool) -> None:
+    """It is neither lost nor admitted twice."""
+    llm = LLM(target, "none", max_batch=2)
+    scheduler = llm.engine.scheduler
+    first, other = (add_request(llm, prompt, GREEDY) for prompt in PROMPTS[:2])
+    scheduler.waiting = Interrupting(scheduler.waiting)
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    scheduler.waiting = collections.deque(scheduler.waiting)
+    if given_up:
+        llm.engine.release(first)
+        assert first not in [*scheduler.running, *scheduler.waiting]
+    else:
+        assert finished(llm, first).output == zoo.reference(target, PROMPTS[0], 12)
+    assert finished(llm, other).output == zoo.reference(target, PROMPTS[1], 12)
+    assert not scheduler.running
 
 
 def test_only_missing_entries_are_computed_again(

@@ -311,18 +311,30 @@ def test_forwards_are_timed_at_first_where_the_policy_needs_it(
     assert (verifier.timed > 0) == surveyed
 
 
-@pytest.mark.parametrize("draft", [device_trees, chain(2, confidence=[0.5])])
-def test_a_drafter_becomes_adaptive_with_its_first_confidence(draft: Any) -> None:
+def test_a_drafter_becomes_adaptive_with_its_first_confidence() -> None:
     drafter = Script(draw)
     engine, _ = engine_of(drafter)
     add(engine)
-    for function, adaptive in ((draw, False), (chain(3), False), (draft, True), (draw, True)):
+    confident = chain(2, confidence=[0.5])
+    for function, adaptive in ((draw, False), (chain(3), False), (confident, True), (draw, True)):
         drafter.function = function
         engine.step()
         assert engine.adaptive == adaptive
     drafter.function = chain(9)
     engine.step()
     assert engine.adaptive
+
+
+def test_device_trees_of_a_fixed_size_stay_fixed() -> None:
+    """Their confidence comes with every tree. If the policy paused them, time would decide the
+    text of sampled requests."""
+    policy = Policy()
+    engine, verifier = engine_of(Script(device_trees), policy)
+    add(engine)
+    for _ in range(3):
+        engine.step()
+    assert not engine.adaptive
+    assert all(isinstance(draft, DeviceDraft) for draft in verifier.verified)
 
 
 def test_no_draft_is_noted() -> None:

@@ -54,6 +54,17 @@ def test_a_drafter_that_has_seen_the_targets_noise_may_not_draw() -> None:
     assert out.token_ids == LLM(target, "none").generate([[1, 2, 3]], SAMPLED)[0].token_ids
 
 
+def test_greedy_tokens_involve_no_noise() -> None:
+    """Beside a sampled sequence that has not been drafted for, a drafter may draw."""
+    sampler = sampler_of(GREEDY, {"temperature": 0.9})
+    sampler.noise_coupled_topk(random_logits(0, 1), [0], [()], 1)
+    assert sampler.draw(random_logits(1, 2)).shape == (2,)
+    sampler = sampler_of(GREEDY, {"temperature": 0.9})
+    sampler.noise_coupled_topk(random_logits(0, 1), [1], [()], 1)
+    with pytest.raises(ValueError, match="must not draw"):
+        sampler.draw(random_logits(1, 2))
+
+
 def test_noise_coupled_topk_is_led_by_the_token_that_the_target_samples() -> None:
     """Given the target's own logits."""
     generator = torch.Generator().manual_seed(0)

@@ -21,8 +21,8 @@ CONFIDENCE_SCALE = 1 << 20
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree of tokens for each sequence, known to the host. Node 0 is the root: the last accepted
-    token."""
+    """A tree of tokens for each sequence, known to the host. Node 0 is the root: the last
+    token of the sequence."""
 
     tokens: list[list[int]]  # [B][N]
     parents: list[list[int]]  # [B][N]; -1 for the root; a parent stands before its children

@@ -65,12 +65,12 @@ class SequenceState:
     processor_errors: dict[tuple[int, ...], DraftaheadError] = field(default_factory=dict)
     # A drafter has seen the target's noise for this sequence: see DraftSampler.noise_coupled_topk.
     target_noise_used: bool = False
-    # Of the request, as it is looked up at every step:
+    # Copied from the request, because they are read at every step:
     params: SamplingParams = field(init=False)
     prompt_length: int = field(init=False)
     is_greedy: bool = field(init=False)
     modifies_logits: bool = field(init=False)  # by processors, which depend on a node's path
-    takes_argmax: bool = field(init=False)  # of the logits as the model computes them
+    takes_argmax: bool = field(init=False)  # greedy, of the logits as the model computes them
     # Tokens that end the output. They stay in token_ids; their text is not shown.
     end_ids: frozenset[int] = field(init=False)
 

@@ -29,8 +29,8 @@ MIN_CONFIDENCE = 0.02
 class Drafter(Protocol):
     """Drafts the next tokens of each sequence. Subclass it: only `propose` must be written."""
 
-    # The policy decides whether it is asked, and how many of its nodes are verified. Also true of a
-    # drafter that states its confidence (Draft.confidence).
+    # The policy decides when it is asked, and how many of its nodes are verified. So it does once a
+    # draft has stated its confidence (Draft.confidence).
     adaptive: bool = False
 
     def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
@@ -39,7 +39,7 @@ class Drafter(Protocol):
         whole; tokens beyond `max_tokens` are dropped afterwards.
 
         A drafter that samples draws with `batch.draft_sampler` and returns None: what it drew is
-        the draft. Tokens that it does not draw there count as certain (point masses).
+        the draft. Tokens that it does not draw there are taken as deterministic (q = 1).
         """
         ...
 

@@ -20,8 +20,8 @@ MAX_DEPTH = 8
 # Nodes that are expanded at each level. More find more alternatives, for a wider forward per level.
 EXPANDED_PER_LEVEL = 2
 CHILDREN = 4  # of each of them; their confidence falls quickly
-# Decay of the measured level time whenever a tree stops early: otherwise one slow measurement could
-# disable further levels for good.
+# Factor on the measured level time whenever no further level is built: otherwise one slow
+# measurement could disable further levels for good.
 LEVEL_TIME_DECAY = 0.98
 # Assumed probability that the next level holds an accepted node, before its logits are known. Lower
 # builds shallower trees.

@@ -57,20 +57,22 @@ class Engine:
             drafter, verifier.vocab_size, verifier.supports_device_draft
         )
         self._is_plain = isinstance(drafter, NoDrafter)
-        # The policy decides when it drafts, and how many of its nodes are verified.
+        # Whether the policy decides when the drafter is asked, and how many nodes are verified.
         self.adaptive = self._guarded_drafter.adaptive
         self._ids = itertools.count()
         # A device computes the next forward while the host is busy with the rest of a step.
         self._launches_ahead = device_of(verifier.runner.device).is_gpu
         self._in_flight: InFlightStep | None = None
-        if self.adaptive and not verifier.fixed_shape:  # whose forwards all cost the same
+        if self.adaptive and not verifier.fixed_shape:  # there all cost the same
             self.policy.costs.survey(verifier.timed_forward, verifier.max_context)
 
     # -------------------------------------------------------------------------------- the step
 
     @torch.inference_mode()
     def step(self) -> list[SequenceState]:
-        """Advances every running sequence by at least one token; returns them, ended ones too."""
+        """Advances every running sequence by at least one token; returns them, ended ones too. On a
+        GPU the forward of this step was launched by the one before, and this one launches the next.
+        """
         if (step := self._in_flight) is not None:
             self._in_flight = None
             step.timer.resume()
@@ -133,7 +135,6 @@ class Engine:
             self.policy.note_no_draft()
             return Draft.root_only(batch.roots)
         if isinstance(proposed, DeviceDraft):
-            self.adaptive = self.adaptive or proposed.trees is not None
             return proposed
         self.adaptive = self.adaptive or proposed.confidence is not None
         return self._within_limits(proposed, batch)
@@ -213,8 +214,8 @@ class Engine:
         """Frees what a sequence holds, whether it has ended or is given up."""
         sequence.detokenizer.flush()
         if self._in_flight is not None and sequence in self._in_flight.batch.sequences:
-            # Slots move, so the forward under way is discarded and done again, once it has finished
-            # reading its inputs.
+            # Slots move, so the forward in flight is discarded; the next step repeats it. Wait
+            # until the device has read its inputs.
             self._in_flight = None
             self.verifier.runner.synchronize()
         if self.scheduler.remove(sequence):

@@ -31,7 +31,10 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Admits waiting sequences and returns the batch of the next step; None if it is empty."""
         while self.waiting and len(self.running) < self.max_batch:
-            self._admit()
+            if self.waiting[0] in self.running:  # an interrupt came while it was admitted
+                self.waiting.popleft()
+            else:
+                self._admit()
         if not self.running:
             return None
         sequences = tuple(self.running)
@@ -61,7 +64,8 @@ class Scheduler:
         timer.lap("prefill")
         for one in admitted:
             timer.add_to(one.stats, 1 / len(admitted))
-            self.running.append(self.waiting.popleft())
+            self.running.append(one)
+            self.waiting.popleft()
 
     def _prefill_batch(self) -> list[SequenceState]:
         """The next waiting sequence and those behind it that are filled by prefill as well."""
@@ -74,7 +78,8 @@ class Scheduler:
         return found
 
     def _max_depth(self, sequence: SequenceState) -> int:
-        """How deep a draft may be: the last token of the output is always the target's own."""
+        """How deep a draft may be: one less than the tokens left, as a step also emits the target's
+        own token."""
         left = (sequence.params.max_tokens or 0) - len(sequence.drafted) - 1
         return max(0, min(left, self._verifier.max_depth(sequence)))
 
@@ -138,11 +143,11 @@ class Scheduler:
     def remove(self, sequence: SequenceState) -> bool:
         """Takes a sequence out; the last running one moves into its slot. Returns False if the
         sequence was neither waiting nor running."""
-        if sequence in self.waiting:
+        was_waiting = sequence in self.waiting
+        if was_waiting:
             self.waiting.remove(sequence)
-            return True
         if sequence not in self.running:
-            return False
+            return was_waiting
         slot, last = self.running.index(sequence), len(self.running) - 1
         if sequence.finish_reason == "error":
             self._cache.clear_slot(slot)

@@ -1,8 +1,8 @@
-"""The static KV cache: fixed tensors and a length per batch slot; rollback only sets the length.
+"""The static KV cache: fixed tensors, and the tokens that each batch slot holds.
 
 Batch slot b of every tensor belongs to sequence b of the batch. A forward writes the KV entries of
-its N nodes behind a slot's length; `commit` then adds those of the accepted path to it. Entries
-behind the length are masked, and the next forward overwrites them.
+its N nodes behind those of the slot's tokens; `commit` then adds the tokens of the accepted path.
+Entries behind them are masked, and the next forward overwrites them: there is no rollback.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class KVCache:
 
     # ------------------------------------------------------------------------------ whole slots
 
-    # Each forgets the slots' tokens first: if it is interrupted, their contents are unknown.
+    # Each method clears `tokens_in` first: if it is interrupted, the slots' contents are unknown.
 
     def copy_slot(self, source: int, to: int) -> None:
         """Slot `to` holds what slot `source` holds."""
@@ -288,9 +288,9 @@ class LayerCacheView(_CacheMethods):
             (self.keys, key.transpose(1, 2)),
             (self.values, value.transpose(1, 2)),
         ):
-            # A drafted token may overflow in half precision. It is then rejected, but its NaN would
-            # reach other nodes through the mask (0 * NaN), so it is not stored. That of a context
-            # token is the target's own result, and must show.
+            # A drafted token may overflow in half precision. Its NaN would reach other nodes
+            # through the mask (0 * NaN), so it is not stored; its own logits show it if its hidden
+            # state does. The NaN of a context token is the target's own result, and must show.
             finite = new.nan_to_num(0.0, 0.0, 0.0)
             stored[slots[:, None], :, self.entries] = finite.where(self.is_draft, new)
         keys, values = self.keys[:, :, : self.kv_len], self.values[:, :, : self.kv_len]

@@ -126,14 +126,16 @@ class ModelRunner:
             raise ConfigError(f"{num_nodes} nodes do not fit behind {max(num_cached)} tokens")
         if not dummy and isinstance(num_context_tokens, int):
             last = self._last_position(first_slot)
-            where = CacheSlice(first_slot, kv_len, last, num_context_tokens)
-            output = self._backend_forward(tokens, num_cached, parents, where, with_logits, layers)
+            cache_slice = CacheSlice(first_slot, kv_len, last, num_context_tokens)
+            output = self._backend_forward(
+                tokens, num_cached, parents, cache_slice, with_logits, layers
+            )
             if output is not None:
                 return output
-        if isinstance(parents, DeviceTree):  # capturing its graph failed: the host reads the tree
+        if isinstance(parents, DeviceTree):  # its graph cannot be captured
             roots, sizes = list(parents.roots), [num_nodes] * batch
             draft, _ = DeviceDraft(roots, tokens, sizes, trees=parents.trees).to_host()
-            tokens = draft.token_tensor.clamp(0, self.vocab_size - 1)  # faulty ones are rejected
+            tokens = draft.token_tensor.clamp(0, self.vocab_size - 1)  # rejected, but embedded
             parents = draft.parent_tensor
         tokens = F.pad(tokens.to(self.device), (0, int(dummy)))
         num_nodes, kv_len = num_nodes + dummy, max(kv_len, end + dummy)

@@ -22,8 +22,8 @@ from draftahead.models.runner import ModelRunner
 # every forward dearer.
 REPLAY_NODES = 8
 REPLAY_CHUNK = 128  # prompt tokens of every prefill forward in replay mode
-# KV entries that a forward reads in replay mode: at least so many, then powers of two. Fewer sizes
-# mean fewer self-tests, more entries that hold nothing.
+# KV entries that a forward reads in replay mode: at least so many, then powers of two. Larger:
+# fewer sizes, each of which needs a self-test, and more padding to read.
 REPLAY_KV_LEN = 256
 
 
@@ -160,7 +160,7 @@ class Verifier:
         """Seconds of a forward over so many nodes behind so many KV entries, for an idle cache."""
         held = self.cache.tokens_in[0]
         held[:] = [0] * kv_len
-        if kv_len > self._num_written:  # unwritten memory is one zero page, read from a CPU's cache
+        if kv_len > self._num_written:  # unwritten pages are one page of zeros: too fast to read
             for stored in self.cache.tensors():
                 stored[:, 0, :, :kv_len] = 0
             self._num_written = kv_len

@@ -7,8 +7,9 @@ functions of (p, q, drafted tokens); randomness enters only through `accepts` an
 - deterministic: drafts that were not sampled (point masses). The target samples its own token at
             every node; descend while a child holds it. Lossless for any tree, and for replay with
             keyed noise.
-- block:    sampled chains as a whole (Sun et al., arXiv 2403.10444): accepts at least as much as
 - token rejection: sampled chains, token by token (Leviathan et al., arXiv 2211.17192).
+- block:    sampled chains as a whole (Sun et al., arXiv 2403.10444): accepts at least as much as
+            token rejection.
 - typical:  NOT lossless, and only with lossless=False: tokens of any draft, sampled or not, stay if
             they are likely enough (Medusa, arXiv 2401.10774). Greedy output stays exact.
 
@@ -102,8 +103,9 @@ def _target_tokens_of_all_nodes(
     draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
 ) -> tuple[Draft, list[list[int]] | None]:
     """The draft on the host, and the target's own token at every node [B][N], with one
-    synchronisation. None for the tokens on a CPU, where sampling all nodes costs more than it
-    saves, with logits that depend on the path, and where replay must sample one by one."""
+    synchronisation. None in place of the tokens (a) on a CPU, where sampling all nodes costs more
+    than it saves, (b) with logits that depend on the path, (c) in replay, which samples one by one.
+    """
     if output.argmax is not None and all(s.takes_argmax for s in batch.sequences):
         return draft.to_host(output.argmax)
     on_host = device_of(output.logits.device).is_cpu
@@ -154,10 +156,10 @@ def accept_block(
     length = longest_kept(accepted)
     each = torch.arange(len(length), device=device)
     q_after = torch.cat([q, torch.zeros_like(q[:, :1])], 1)[each, length]
-    own_probs = block_residual(p[each, length], q_after, weight[each, length], length == ends)
-    own = sample_gumbel(own_probs, target_keys[each, length])
-    own = own.where(has_token[each, length], NO_TOKEN)
-    host_draft, found = draft.to_host(torch.stack([length, own], 1))
+    next_probs = block_residual(p[each, length], q_after, weight[each, length], length == ends)
+    next_token = sample_gumbel(next_probs, target_keys[each, length])
+    next_token = next_token.where(has_token[each, length], NO_TOKEN)
+    host_draft, found = draft.to_host(torch.stack([length, next_token], 1))
     verdict = _empty_verdict(batch)
     for b, (count, token) in enumerate(found):
         verdict.paths[b].extend(range(1, count + 1))

@@ -124,9 +124,9 @@ class RecordedDraftSampler:
             NodeContext(self.sequences[b], path) for b, path in zip(sequences, paths, strict=True)
         ]
         for context in contexts:
-            context.sequence.target_noise_used = True
+            context.sequence.target_noise_used |= not context.sequence.is_greedy
         # Processors take the target's token ids.
-        if draft_to_target is not None and self.batch.modifies_logits:
+        if self.batch.modifies_logits:
             logits = scatter_to_vocab(logits, draft_to_target, self.vocab_size)
             draft_to_target = None
         size = self.vocab_size if draft_to_target is None else len(draft_to_target)

@@ -48,7 +48,7 @@ class CpuDecoder:
         self._aux_layers = torch.empty(0, dtype=torch.int64)
         # Hidden states of the last draft by the first layers of this model.
         self._lower_layers: LowerLayerCache | None = None
-        # Of a layer subset: the decoder of all layers; the number of layers if they are the first.
+        # Of a layer subset: the decoder of all layers, and n if the subset is layers 0..n-1, or 0.
         self._all_layers: CpuDecoder | None = None
         self._num_first_layers = 0
         self._exit_transform: ExitTransform | None = None
@@ -181,7 +181,7 @@ class CpuDecoder:
         record, from which it is taken and its KV entry moved; -1: it is computed."""
         self._cache.move_nodes(_moves(found, nodes.first_slot), lower.num_layers)
         num_missing = max(one.count(-1) for one in found)
-        # All sequences compute `num_missing` nodes: the missing ones first, then some again.
+        # Every sequence computes `num_missing` nodes: the missing ones, then others once more.
         order = [
             sorted(range(len(one)), key=[index != -1 for index in one].__getitem__) for one in found
         ]

@@ -31,7 +31,7 @@ logger = logging.getLogger("draftahead")
 MAX_GRAPHS = 256
 MAX_IN_FLIGHT = 8  # graphs of one shape, so that several of its forwards can be in flight
 
-# What the host knows of a forward's nodes: all, all but the tokens, or the roots only.
+# What the host writes of a forward's nodes: all, all but the token ids, or the roots only.
 Known = Literal["all", "shape", "roots"]
 
 
@@ -189,10 +189,10 @@ class GraphPool:
     ) -> Output | None:
         """Replays the graph of `body`, which is captured first if needed. `make` allocates its
         Inputs, and `write` fills them each time. Returns None, with one warning, if `body` cannot
-        be captured or its kernels do not compile. `once`: the body must not run twice on the same
-        inputs, so it is captured on zeros, for which it is a no-op."""
+        be captured or its kernels do not compile. `once`: the body is not idempotent, so it is
+        captured on zeros, for which it does nothing."""
         with self._device.as_current():
-            graph = self._free_graph(key, body, make)
+            graph = self._idle_graph(key, body, make)
             if once:
                 graph.inputs.words[:] = 0
             else:
@@ -218,7 +218,7 @@ class GraphPool:
         logger.debug("capture failed", exc_info=failure)
         warnings.warn(message, stacklevel=3)
 
-    def _free_graph(self, key: Hashable, body: Body, make: Callable[[], Any]) -> CapturedGraph:
+    def _idle_graph(self, key: Hashable, body: Body, make: Callable[[], Any]) -> CapturedGraph:
         """A graph of this key that is not in flight; a new one if there is none."""
         found = self._graphs.pop(key, [])
         self._graphs[key] = found  # now the most recently used
