@@ -238,3 +238,14 @@ def test_what_may_begin_a_stop_is_held_back_and_nothing_else(stops: list[str]) -
             assert detokenizer.num_stable_chars() == settled_by_hand(text, stops)
             if detokenizer.find_stop() is not None:
                 break
+
+
+def test_one_that_is_rebuilt_has_the_text_of_its_tokens() -> None:
+    decode = texts_of("a", "bc", "d")
+    old = Detokenizer(decode, ["c"])
+    old.push(2)
+    assert old.text == "d"
+    new = old.rebuilt([0, 1])
+    assert (new.text, new.starts, new.find_stop()) == ("abc", [0, 1], 2)
+    new.push(2)
+    assert new.text == "abcd" and old.text == "d"
