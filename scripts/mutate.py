@@ -76,6 +76,7 @@ CACHE: Gate = (
     ["tests/kv", *_files("models", "runner support hidden_states"), *_files("engine", "replay")],
     ["tests/models", *_files("engine", "slots drafter_isolation target_faults")],
 )
+KV: Gate = (["tests/kv"], _files("models", "runner support hidden_states"))
 FAULTS = _files("engine", "drafter_faults drafter_isolation")
 TARGETS: dict[str, tuple[str, Gate]] = {
     "accept": ("sampling/accept.py", ACCEPTANCE),
@@ -93,8 +94,8 @@ TARGETS: dict[str, tuple[str, Gate]] = {
     "engine": ("engine/engine.py", ENGINE),
     "guard": ("drafters/guard.py", (_files("drafters", "guard"), FAULTS)),
     "base": ("drafters/base.py", (_files("drafters", "validation"), FAULTS)),
-    "cache": ("kv/cache.py", CACHE),
-    "attention": ("kv/attention.py", CACHE),
+    "cache": ("kv/cache.py", KV),
+    "attention": ("kv/attention.py", KV),
     "verifier": ("models/verifier.py", CACHE),
     "runner": ("models/runner.py", CACHE),
 }
