@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -80,10 +82,24 @@ def test_a_new_cache_is_zero_and_aligned(dtype: torch.dtype) -> None:
     for stored in cache.tensors():
         assert not stored.any()
         assert stored.dtype == dtype
-        assert stored.data_ptr() % kv.ALIGNMENT == 0
+        assert stored.data_ptr() % 64 == 0  # vectors of AVX-512
     assert cache.tokens_in == [[], [], []]
     assert cache.long_rope == [False] * 3
     assert cache.hidden is None
+
+
+def test_a_cache_is_allocated_on_its_device() -> None:
+    cache = KVCache(SHAPES, SLOTS, ENTRIES, torch.float32, torch.device("meta"))
+    assert {stored.device.type for stored in cache.tensors()} == {"meta"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory otherwise")
+def test_a_new_cache_on_a_cpu_takes_no_memory_before_entries_are_written() -> None:
+    memory = psutil.Process().memory_info
+    before = memory().rss
+    cache = KVCache([LayerKVShape(1, 64, 1, 64)], 1, 1 << 18, torch.float32, CPU)
+    assert cache.bytes == 2**27
+    assert memory().rss - before < cache.bytes / 4
 
 
 def test_a_cache_larger_than_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +187,11 @@ def test_entries_of_an_accepted_path_move_up(graphed_copy: bool | None, commit: 
         length = len(cache.tokens_in[slot])
         expected = [committed_by_hand(stored, slot, length, path) for stored in expected]
     cache.commit(paths, tokens, first_slot=first_slot)
+    if graphed_copy is None:  # at once
+        assert [cache.physical_entry(slot, to) for slot, to, _ in moves] == [
+            to for _, to, _ in moves
+        ]
+        assert torch.equal(cache.keys[2][1, :, :9], expected[0][1, 1, :, :9])
     if graphed_copy is not None:  # deferred: the contents of an entry lie elsewhere
         assert not called
         everywhere = [(slot, entry) for slot in range(SLOTS) for entry in range(ENTRIES)]
@@ -189,6 +210,17 @@ def test_entries_of_an_accepted_path_move_up(graphed_copy: bool | None, commit: 
     assert cache.physical_entry(0, 5) == 5  # by now
 
 
+def test_a_cache_of_one_layer_moves_its_entries() -> None:
+    cache = KVCache(SHAPES[:1], SLOTS, ENTRIES, torch.float64, CPU)
+    cache.allocate_hidden(HIDDEN)
+    assert cache.hidden is not None
+    for stored in (cache.keys[0], cache.values[0], cache.hidden):
+        stored[0, :, 2] = 7.0
+    cache.commit([[0, 2]], [[5, 6]])
+    for stored in (cache.keys[0], cache.values[0], cache.hidden):
+        assert (stored[0, :, 1] == 7).all()
+
+
 def test_committing_a_chain_moves_nothing() -> None:
     cache = filled()
     before, version, called = contents(cache), cache.write_count, list[Sequence[Move]]()
@@ -199,11 +231,26 @@ def test_committing_a_chain_moves_nothing() -> None:
     assert all(map(torch.equal, contents(cache), before))
 
 
+def test_a_deferred_move_waits_for_the_next_move_and_not_for_a_chain() -> None:
+    cache, called = filled(), list[Sequence[Move]]()
+    cache.graphed_copy = lambda moves: bool(called.append(moves)) or True
+    cache.commit([[0, 2]], [[7, 8]])
+    cache.commit([[0, 1]], [[3, 4]], first_slot=1)
+    assert not called
+    assert cache.physical_entry(0, 5) == 6
+    cache.commit([[0, 3]], [[5, 6]], first_slot=1)
+    assert called == [[(0, 5, 6)]]
+    cache.compact()
+    assert called == [[(0, 5, 6)], [(1, 9, 11)]]
+
+
 def test_entries_of_the_first_layers_can_be_moved_alone() -> None:
+    """Not by the CUDA graph, which moves those of all layers."""
     cache = filled()
     before, hidden, version = contents(cache), cache.hidden, cache.write_count
     assert hidden is not None
     hidden = hidden.clone()
+    cache.graphed_copy = lambda moves: True
     cache.move_nodes([(0, 1, 3)], 1)
     assert cache.write_count == version + 1
     cache.move_nodes([], 1)
@@ -384,6 +431,8 @@ def test_a_forward_writes_its_nodes_and_reads_up_to_kv_len(
     keys, values = view.update(key, value, 2)
     assert tuple(keys.shape) == (2, 2, 10, 3)
     assert tuple(values.shape) == (2, 2, 10, 4)
+    if not on_device:  # read in place, without a copy
+        assert keys.data_ptr() == cache.keys[2][first_slot].data_ptr()
     for b in range(2):
         context = num_context[b] if isinstance(num_context, tuple) else num_context
         for node in range(3):

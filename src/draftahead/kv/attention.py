@@ -43,7 +43,6 @@ def grouped_attention(
     value: Tensor,  # [B, num_kv_heads, kv_len, value_dim]
     attention_mask: Tensor | None,  # distances, [B, 1, N, kv_len]
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

@@ -44,7 +44,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         """`num_slots` sequences of up to `num_entries` tokens."""
-        self.shapes, self.num_slots, self.num_entries = tuple(shapes), num_slots, num_entries
+        self.shapes, self.num_slots, self.num_entries = shapes, num_slots, num_entries
         per_token = sum(
             s.num_key_heads * s.key_dim + s.num_value_heads * s.value_dim for s in shapes
         )
@@ -147,14 +147,13 @@ class KVCache:
     def compact(self) -> None:
         """Runs a deferred compaction. If it is interrupted, it is unknown what was moved: the slots
         forget the tokens from the first moved one on."""
-        if self._pending:
-            entries, self._pending = self._pending, {}
-            try:
-                self._copy(entries, None)
-            except BaseException:
-                for slot, to in entries:
-                    del self.tokens_in[slot][to:]
-                raise
+        entries, self._pending = self._pending, {}
+        try:
+            self._copy(entries, None)
+        except BaseException:
+            for slot, to in entries:
+                del self.tokens_in[slot][to:]
+            raise
 
     def _entries(self, moves: Sequence[Move]) -> dict[tuple[int, int], int]:
         """Moves of nodes as moves of entries: (slot, to) -> from."""
@@ -177,7 +176,6 @@ class KVCache:
         """Slot `to` holds what slot `source` holds."""
         if source == to:
             return
-        self.compact()
         self.write_count += 1
         tokens, self.tokens_in[to] = list(self.tokens_in[source]), []
         for stored in self.tensors():
@@ -187,7 +185,6 @@ class KVCache:
 
     def clear_slot(self, slot: int) -> None:
         """Zeros a slot whose entries may not be finite: no NaN may stay behind a mask."""
-        self.compact()
         self.write_count += 1
         self.tokens_in[slot].clear()
         for stored in self.tensors():
@@ -196,7 +193,6 @@ class KVCache:
     def swap_slots(self, one: int, other: int) -> None:
         if one == other:
             return
-        self.compact()
         self.write_count += 1
         tokens, rope = self.tokens_in, self.long_rope
         swapped = tokens[other], tokens[one]
@@ -227,8 +223,6 @@ class SlotOwners:
     def claim(self, sequence: int, slot: int) -> bool:
         """Gives the slot to a sequence; True if the slot now holds entries of it."""
         owners = self.sequences
-        if owners[slot] == sequence:
-            return True
         if has_entries := sequence in owners:
             other = owners.index(sequence)
             self._cache.swap_slots(other, slot)
@@ -254,13 +248,13 @@ class _CacheMethods:
     is_compileable = False
     kv_len: int
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, *_: object, **__: object) -> int:
         return 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
+    def get_query_offset(self, *_: object, **__: object) -> int:
         return 0
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *_: object, **__: object) -> tuple[int, int]:
         return self.kv_len, 0
 
 
@@ -356,7 +350,7 @@ class KVShapeProbe(_CacheMethods):
         self._by_layer[layer_idx], self.dtype = shape, key.dtype
         return key, value
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, *_: object, **__: object) -> tuple[int, int]:
         return query_length, 0
 
     @property
