@@ -77,6 +77,28 @@ CACHE: Gate = (
     ["tests/models", *_files("engine", "slots drafter_isolation target_faults")],
 )
 KV: Gate = (["tests/kv"], _files("models", "runner support hidden_states"))
+AHEAD = "tests/engine/test_launch_ahead.py::test_"
+VERIFIER: Gate = (
+    [
+        *_files("models", "verifier"),
+        f"{AHEAD}only_trees_on_the_roots_of_the_batch_are_verified_unseen",
+        f"{AHEAD}device_drafts_do_not_change_the_output",
+    ],
+    _files("engine", "replay slots interrupts") + _files("models", "long_rope"),
+)
+GRAPHED = "tests/backends/cuda/test_graphed_forward.py::test_"
+RUNNER: Gate = (
+    _files("models", "hidden_states runner verifier long_rope")
+    + _files("engine", "slots target_faults")
+    + _files("backends", "select")
+    + _files("backends/cuda", "prefill hidden_states padding"),
+    [
+        *_files("models", "support layer_subset"),
+        "tests/models/test_parity.py::test_the_context_can_be_filled_to_its_last_position",
+        f"{GRAPHED}output_with_drafts_is_that_of_plain_decoding[emulated-eagle_tree-sampled]",
+        f"{GRAPHED}greedy_output_is_that_of_generate[emulated-llama]",
+    ],
+)
 FAULTS = _files("engine", "drafter_faults drafter_isolation")
 TARGETS: dict[str, tuple[str, Gate]] = {
     "accept": ("sampling/accept.py", ACCEPTANCE),
@@ -96,8 +118,8 @@ TARGETS: dict[str, tuple[str, Gate]] = {
     "base": ("drafters/base.py", (_files("drafters", "validation"), FAULTS)),
     "cache": ("kv/cache.py", KV),
     "attention": ("kv/attention.py", KV),
-    "verifier": ("models/verifier.py", CACHE),
-    "runner": ("models/runner.py", CACHE),
+    "verifier": ("models/verifier.py", VERIFIER),
+    "runner": ("models/runner.py", RUNNER),
 }
 SECONDS, TIMES = 15, 3  # a mutant may take so much more, and so many times what the tests take
 COMPILING = 60  # more seconds for a mutant of the C++ kernels
