@@ -59,8 +59,8 @@ class Recycle(CandidateDrafter[Source]):
         self.rates: Rates[Source] = Rates(
             lambda source: INITIAL_RATES[source[0]][source[1]], prior_weight=16.0, decay=0.99
         )
-        self._by_sequence: dict[int, Successors] = {}  # by sequence
-        self._by_namespace: OrderedDict[str, Successors] = OrderedDict()  # by namespace
+        self._by_sequence: dict[int, Successors] = {}  # by id
+        self._by_namespace: OrderedDict[str, Successors] = OrderedDict()
 
     def candidates(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
         memory = self._memory(sequence)
