@@ -88,7 +88,7 @@ VERIFIER: Gate = (
 )
 GRAPHED = "tests/backends/cuda/test_graphed_forward.py::test_"
 RUNNER: Gate = (
-    _files("models", "hidden_states runner verifier long_rope")
+    _files("models", "forward hidden_states runner verifier long_rope")
     + _files("engine", "slots target_faults")
     + _files("backends", "select")
     + _files("backends/cuda", "prefill hidden_states padding"),
