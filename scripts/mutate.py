@@ -72,10 +72,6 @@ ENGINE: Gate = (
     _files("engine", "step"),
     _files("engine", "interrupts drafter_isolation launch_ahead slots"),
 )
-CACHE: Gate = (
-    ["tests/kv", *_files("models", "runner support hidden_states"), *_files("engine", "replay")],
-    ["tests/models", *_files("engine", "slots drafter_isolation target_faults")],
-)
 KV: Gate = (["tests/kv"], _files("models", "runner support hidden_states"))
 AHEAD = "tests/engine/test_launch_ahead.py::test_"
 VERIFIER: Gate = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 import zoo
 from draftahead import Batch, Draft, SamplingParams
+from draftahead.core.draft import DeviceDraft
 from draftahead.core.stats import CompileTime
 from draftahead.core.types import ForwardOutput, SequenceState
 from draftahead.errors import ReplayUnsupportedError
@@ -19,8 +20,6 @@ from draftahead.models.runner import ModelRunner
 from draftahead.models.verifier import Verifier
 from llama_shaped import llama_shaped, needs_kernels
 from toy import World
-
-Forward = Callable[..., ForwardOutput]
 
 
 def sequence(length: int, *, new: int = 5, generated: int = 0, id: int = 0) -> SequenceState:
@@ -37,8 +36,10 @@ def batch_of(*sequences: SequenceState) -> Batch:
 
 
 def verifier_of(name: str = "llama", **options: Any) -> Verifier:
-    options = {"max_batch": 2, "max_context": None, "exact": "distribution"} | options
-    return Verifier(zoo.tiny(name), **options)
+    """`name`: of the zoo, or "kernels"."""
+    model = llama_shaped("llama") if name == "kernels" else zoo.tiny(name)
+    defaults = {"max_batch": 2, "max_context": None, "exact": "distribution", "compiled": False}
+    return Verifier(model, **(defaults | options))
 
 
 @dataclasses.dataclass
@@ -91,9 +92,8 @@ def test_scratch_entries_are_behind_the_context() -> None:
 
 @needs_kernels
 def test_forwards_are_of_one_shape_only_where_bits_depend_on_it() -> None:
-    model = llama_shaped("llama")
     for exact in ("distribution", "replay"):
-        verifier = Verifier(model, max_batch=1, max_context=200, exact=exact)  # type: ignore[arg-type]
+        verifier = verifier_of("kernels", exact=exact)
         assert not verifier.fixed_shape
         assert verifier.max_nodes == 64
     assert verifier_of(exact="replay").fixed_shape
@@ -116,12 +116,64 @@ def test_a_prompt_is_filled_but_for_its_last_token() -> None:
 @needs_kernels
 def test_several_prompts_reuse_nothing_in_replay_either(calls: list[Call]) -> None:
     """Their slots are the caller's to fill: what they held counts for nothing."""
-    verifier = Verifier(llama_shaped("llama"), max_batch=2, max_context=200, exact="replay")
+    verifier = verifier_of("kernels", exact="replay")
     sequences = [sequence(9, id=1), sequence(5, id=2)]
     verifier.prefill_slots(0, sequences)
     calls.clear()
     verifier.prefill_slots(0, sequences)
     assert [call.tokens.numel() for call in calls] == [8, 4]
+
+
+def test_several_prompts_are_filled_in_one_forward(calls: list[Call]) -> None:
+    verifier = verifier_of()
+    verifier.prefill_slots(0, [sequence(9, id=1), sequence(5, id=2)])
+    assert [tuple(call.tokens.shape) for call in calls] == [(2, 8)]
+
+
+# ------------------------------------------------------------------------------------- drafts
+
+
+def test_a_chain_needs_no_parents_and_a_tree_does(calls: list[Call]) -> None:
+    verifier, one = verifier_of(), sequence(5)
+    (root,) = batch_of(one).roots
+    device_chain = DeviceDraft([root], torch.tensor([[root, 1, 2]]), [3])
+    for draft in (Draft.chains([root], [[1, 2]]), device_chain):
+        verifier.forward(batch_of(one), draft)
+        assert calls[-1].options["parents"] is None
+        assert calls[-1].tokens.tolist() == [[root, 1, 2]]
+    verifier.forward(batch_of(one), Draft.trees([root], [[(1, 0), (2, 0)]]))
+    assert calls[-1].options["parents"].tolist() == [[-1, 0, 0]]
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_the_verification_of_a_device_draft_is_timed(timed: bool, calls: list[Call]) -> None:
+    verifier, one, marks = verifier_of(), sequence(5), list[int]()
+    trees = torch.tensor([[[one.tokens[-1], 1, 2], [-1, 0, 0], [0, 0, 0]]])
+    timer: Any = SimpleNamespace(mark=lambda: marks.append(len(calls)))
+    draft = DeviceDraft.of_trees(batch_of(one).roots, trees, timer)
+    draft = draft if timed else dataclasses.replace(draft, timer=None)
+    found = verifier.forward(batch_of(one), draft)
+    assert torch.equal(found.logits, calls[-1].logits)
+    assert calls[-1].options["parents"].roots == batch_of(one).roots
+    assert calls[-1].options["parents"].trees is trees
+    assert marks == ([len(calls)] if timed else [])
+
+
+def test_logits_of_one_sequence_outlive_the_forward_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which may reuse their memory."""
+    verifier, memory = verifier_of("phi3_longrope"), torch.zeros(1, 1, 3)
+    sequences = [sequence(30, id=1), sequence(9, id=2)]
+    verifier.prefill_slots(0, sequences)
+
+    def forward(tokens: torch.Tensor, *, first_slot: int, **_: Any) -> ForwardOutput:
+        return ForwardOutput(memory.fill_(first_slot + 1.0))
+
+    monkeypatch.setattr(verifier.runner, "forward", forward)
+    batch = batch_of(*sequences)
+    found = verifier.forward(batch, Draft.root_only(batch.roots)).logits
+    assert found[:, 0, 0].tolist() == [1.0, 2.0]
 
 
 # ------------------------------------------------------------------------------------- repair
@@ -291,7 +343,7 @@ def test_the_self_test_fits_a_short_context(calls: list[Call]) -> None:
 
 @needs_kernels
 def test_kernels_are_tested_with_the_shapes_that_they_run(calls: list[Call]) -> None:
-    Verifier(llama_shaped("llama"), max_batch=1, max_context=200, exact="replay")
+    verifier_of("kernels", exact="replay")
     replayed = calls[-9:]
     assert [call.tokens.shape[1] for call in replayed] == [8] + [1] * 8
     assert all(call.options["kv_len"] is None for call in replayed)
@@ -332,7 +384,7 @@ def test_a_new_length_is_tested_before_its_prompt_is_filled(
 def test_a_timed_forward_reads_entries_that_were_written(calls: list[Call]) -> None:
     verifier = verifier_of()
     stored = verifier.cache.tensors()
-    for kv_len, written in ((10, 10), (0, 0), (6, 0), (10, 0), (20, 20)):
+    for kv_len, written in ((1, 1), (10, 10), (0, 0), (6, 0), (10, 0), (20, 20)):
         for tensor in stored:
             tensor.fill_(1.0)
         calls.clear()

@@ -37,7 +37,7 @@ class Verifier:
         max_batch: int,
         max_context: int | None,
         exact: Exact,
-        compiled: bool = False,
+        compiled: bool,
     ) -> None:
         self.replay = exact == "replay"
         self.runner = ModelRunner(
