@@ -75,25 +75,23 @@ ENGINE: Gate = (
 KV: Gate = (["tests/kv"], _files("models", "runner support hidden_states"))
 AHEAD = "tests/engine/test_launch_ahead.py::test_"
 VERIFIER: Gate = (
+    _files("models", "verifier"),
     [
-        *_files("models", "verifier"),
         f"{AHEAD}only_trees_on_the_roots_of_the_batch_are_verified_unseen",
         f"{AHEAD}device_drafts_do_not_change_the_output",
+        *_files("engine", "replay slots interrupts"),
+        *_files("models", "long_rope"),
     ],
-    _files("engine", "replay slots interrupts") + _files("models", "long_rope"),
 )
 GRAPHED = "tests/backends/cuda/test_graphed_forward.py::test_"
 RUNNER: Gate = (
-    _files("models", "forward hidden_states runner verifier long_rope")
+    _files("models", "forward"),
+    _files("models", "hidden_states runner long_rope support layer_subset")
     + _files("engine", "slots target_faults")
     + _files("backends", "select")
-    + _files("backends/cuda", "prefill hidden_states padding"),
-    [
-        *_files("models", "support layer_subset"),
-        "tests/models/test_parity.py::test_the_context_can_be_filled_to_its_last_position",
-        f"{GRAPHED}output_with_drafts_is_that_of_plain_decoding[emulated-eagle_tree-sampled]",
-        f"{GRAPHED}greedy_output_is_that_of_generate[emulated-llama]",
-    ],
+    + _files("backends/cuda", "prefill hidden_states padding")
+    + ["tests/models/test_parity.py::test_the_context_can_be_filled_to_its_last_position"]
+    + [f"{GRAPHED}output_with_drafts_is_that_of_plain_decoding[emulated-eagle_tree-sampled]"],
 )
 FAULTS = _files("engine", "drafter_faults drafter_isolation")
 TARGETS: dict[str, tuple[str, Gate]] = {
