@@ -294,12 +294,12 @@ def test_a_request_reads_the_same_kv_entries_from_begin_to_end(calls: list[Call]
         assert calls[-1].options["kv_len"] == expected
 
 
-def test_the_output_may_be_as_long_as_the_context(calls: list[Call]) -> None:
-    verifier = verifier_of(exact="replay")
-    one = sequence(9)
+@pytest.mark.usefixtures("lengths")
+def test_without_a_longest_output_the_prompt_alone_counts(calls: list[Call]) -> None:
+    verifier, one = verifier_of(exact="replay"), sequence(8)
     one.params = SamplingParams(max_tokens=None)
     verifier.forward(batch_of(one), Draft.root_only([one.tokens[-1]]))
-    assert calls[-1].options["kv_len"] == 256
+    assert calls[-1].options["kv_len"] == 16
 
 
 def nodes_and_roots(calls: list[Call]) -> tuple[Call, list[Call]]:
