@@ -286,6 +286,42 @@ def test_only_context_may_be_stored_when_it_is_not_finite(monkeypatch: pytest.Mo
     assert counts == [1, 3, 0, [3, 2]]
 
 
+def test_as_many_kv_entries_are_read_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or as are written, which a dummy token is too."""
+    runner, read = made("phi3_longrope"), list[int]()
+    view = runners.CacheView
+
+    def noting(*args: Any) -> Any:
+        read.append(args[3])
+        return view(*args)
+
+    monkeypatch.setattr(runners, "CacheView", noting)
+    nodes = torch.tensor([[1, 2, 3]])
+    for is_long in (False, True):
+        runner.cache.long_rope[0] = is_long
+        runner.forward(nodes)
+        runner.forward(nodes, kv_len=20)
+    assert read == [3, 20, 4, 20]
+
+
+def test_a_model_without_an_attention_interface_keeps_its_setting() -> None:
+    model = zoo.tiny("falcon")
+    runner = ModelRunner(model, max_batch=1, max_context=None, scratch_entries=8)
+    before, seen = model.config._attn_implementation, list[str]()
+    model.register_forward_pre_hook(lambda *_: seen.append(model.config._attn_implementation))
+    runner.forward(torch.tensor([[1, 2, 3]]))
+    assert seen == [before]
+
+
+def test_no_backend_gets_a_dummy_token() -> None:
+    runner: Any = made("phi3_longrope")
+    fake = runner._backend = Fake()
+    for is_long, calls in ((False, 1), (True, 1)):
+        runner.cache.long_rope[0] = is_long
+        runner.forward(torch.tensor([[1, 2, 3]]))
+        assert len(fake.calls) == calls
+
+
 def test_a_forward_without_logits_computes_those_of_one_token_at_most() -> None:
     for name in ("llama", "gpt2"):
         runner = made(name)
