@@ -343,10 +343,25 @@ def test_the_self_test_fits_a_short_context(calls: list[Call]) -> None:
 
 @needs_kernels
 def test_kernels_are_tested_with_the_shapes_that_they_run(calls: list[Call]) -> None:
-    verifier_of("kernels", exact="replay")
-    replayed = calls[-9:]
-    assert [call.tokens.shape[1] for call in replayed] == [8] + [1] * 8
+    verifier_of("kernels", exact="replay", max_context=30)
+    replayed = calls[-10:]
+    assert [call.tokens.shape[1] for call in replayed] == [22, 8] + [1] * 8
     assert all(call.options["kv_len"] is None for call in replayed)
+
+
+def test_the_self_test_keeps_logits_that_the_next_forward_overwrites(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = torch.zeros(1, 128, zoo.VOCABULARY)
+    verifier = verifier_of()
+
+    def forward(tokens: torch.Tensor, **_: Any) -> ForwardOutput:
+        memory.add_(1.0)
+        return ForwardOutput(memory[:, : tokens.shape[1]])
+
+    monkeypatch.setattr(verifier.runner, "forward", forward)
+    with pytest.raises(ReplayUnsupportedError):
+        verifier._self_test(0, 128)
 
 
 def test_a_self_test_says_how_far_a_logit_moves(monkeypatch: pytest.MonkeyPatch) -> None:
