@@ -373,6 +373,8 @@ def test_a_graphed_prefill_finds_what_was_accepted_in_place() -> None:
     assert runner.cache._pending
     assert runner.prefill(0, [1, 3, 4, 5]) == 2
     assert calls == [(0, [4, 5], 2, THRESHOLD - 1, {})]
+    runner.prefill(0, [1, 3, 4, 5], chunk=4)  # of a fixed shape: not by a graph
+    assert len(calls) == 1
 
 
 def test_trees_on_a_device_are_read_where_no_backend_takes_them() -> None:

@@ -371,8 +371,8 @@ def test_a_self_test_says_how_far_a_logit_moves(monkeypatch: pytest.MonkeyPatch)
         logits = forward(self, tokens, **options).logits.clone()
         if logits.shape[1] == 8 and not moves:
             moves.append(0)
-            logits[:, 5, 2] += 0.25
-            logits[:, 5, 3] -= 0.5
+            logits[:, 5, 2] -= 0.25
+            logits[:, 5, 3] += 0.5
         return ForwardOutput(logits)
 
     monkeypatch.setattr(ModelRunner, "forward", moved)
