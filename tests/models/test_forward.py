@@ -150,6 +150,8 @@ def test_prompts_that_are_filled_one_by_one(name: str, monkeypatch: pytest.Monke
         calls.clear()
         runner.prefill_slots(1, prompts)
         assert [call.tokens for call in calls] == [[prompt] for prompt in prompts]
+        counts = [call.options["num_context_tokens"] for call in calls]
+        assert counts == list(map(len, prompts))  # one number each, as backends take it
         assert runner.cache.tokens_in[1 : 1 + len(prompts)] == prompts
 
 
