@@ -646,6 +646,17 @@ def test_a_backend_is_made_anew_after_weights_were_replaced() -> None:
         torch.testing.assert_close(found[0, :, 0], theirs[2][0], rtol=1e-3, atol=1e-3)
 
 
+@needs_kernels
+def test_auxiliary_layers_stay_where_no_backend_runs_the_model_any_more() -> None:
+    model = llama_shaped("llama")
+    runner = runner_of(model)
+    runner.add_aux_layers((2,))
+    model.model.layers[1].register_forward_hook(lambda *_: None)
+    runner.prefill(0, [1, 2, 3])
+    assert runner._backend is None
+    assert runner.cache.hidden is not None and runner.cache.hidden[0, 0, :3].any()
+
+
 def test_where_transformers_runs_a_model_no_backend_is_chosen_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
