@@ -657,6 +657,16 @@ def test_auxiliary_layers_stay_where_no_backend_runs_the_model_any_more() -> Non
     assert runner.cache.hidden is not None and runner.cache.hidden[0, 0, :3].any()
 
 
+def test_graphs_of_prompts_go_with_the_backend() -> None:
+    with emulated_gpu():
+        runner = made()
+        assert runner._prefill is not None
+        assert runner.cache.graphed_copy is not None  # of entries that are moved
+        runner.model.model.layers[1].register_forward_hook(lambda *_: None)
+        runner.prefill(0, [1, 2, 3])
+        assert runner._backend is None and runner._prefill is None
+
+
 def test_where_transformers_runs_a_model_no_backend_is_chosen_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
