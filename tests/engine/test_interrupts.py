@@ -100,22 +100,29 @@ def test_a_sequence_that_has_ended_is_not_continued(
 
 
 class Interrupting(collections.deque[SequenceState]):
-    """An interrupt comes just before a sequence is taken out."""
+    """An interrupt comes just before or just after a sequence is taken out."""
+
+    before: bool
 
     def popleft(self) -> SequenceState:
+        if not self.before:
+            super().popleft()
         raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_a_sequence_that_is_admitted(target: Any, given_up: bool) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_sequence_that_is_admitted(target: Any, before: bool, given_up: bool) -> None:
     """It is neither lost nor admitted twice."""
     llm = LLM(target, "none", max_batch=2)
     scheduler = llm.engine.scheduler
     first, other = (add_request(llm, prompt, GREEDY) for prompt in PROMPTS[:2])
     scheduler.waiting = Interrupting(scheduler.waiting)
+    scheduler.waiting.before = before
     with pytest.raises(KeyboardInterrupt):
         llm.engine.step()
     scheduler.waiting = collections.deque(scheduler.waiting)
+    assert first in scheduler.running
     if given_up:
         llm.engine.release(first)
         assert first not in [*scheduler.running, *scheduler.waiting]

@@ -93,8 +93,8 @@ class KVCache:
         self.hidden[slots[:, None], 0, entries] = hidden.flatten(2).to(self.hidden.dtype)
 
     def tensors(self, layers: int | None = None) -> list[Tensor]:
-        """All that is stored, as tensors [parts, slots, heads, entries, dim]; or the keys and
-        values of the first few layers."""
+        """All that is stored, compacted, as tensors [parts, slots, heads, entries, dim]; or the
+        keys and values of the first few layers."""
         self.compact()
         if layers is not None:
             counts = Counter(self._sizes[: 2 * layers])
@@ -147,6 +147,8 @@ class KVCache:
     def compact(self) -> None:
         """Runs a deferred compaction. If it is interrupted, it is unknown what was moved: the slots
         forget the tokens from the first moved one on."""
+        if not self._pending:
+            return
         entries, self._pending = self._pending, {}
         try:
             self._copy(entries, None)
@@ -223,6 +225,8 @@ class SlotOwners:
     def claim(self, sequence: int, slot: int) -> bool:
         """Gives the slot to a sequence; True if the slot now holds entries of it."""
         owners = self.sequences
+        if owners[slot] == sequence:  # the usual case: no search among all slots
+            return True
         if has_entries := sequence in owners:
             other = owners.index(sequence)
             self._cache.swap_slots(other, slot)
