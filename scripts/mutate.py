@@ -85,7 +85,7 @@ VERIFIER: Gate = (
 )
 GRAPHED = "tests/backends/cuda/test_graphed_forward.py::test_"
 RUNNER: Gate = (
-    _files("models", "forward"),
+    _files("models", "forward prompts backend_choice"),
     _files("models", "hidden_states runner long_rope support layer_subset")
     + _files("engine", "slots target_faults")
     + _files("backends", "select")
