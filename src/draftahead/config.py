@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from draftahead.core.types import Exact
+from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError, nearest
 from draftahead.sampling.accept import AcceptanceRule
@@ -29,6 +30,7 @@ class LLMConfig:
         distribution (Medusa's rule, whatever `rule` says): more are accepted, and the output no
         longer follows the target's distribution. All reports say so.
     dtype, device: for models loaded by name.
+    revision: a branch, tag or commit of the target, if it comes from a hub.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
     quantize: "int8" quantizes the weights (CPU). Speculation is exact with respect to that model.
     compile: on a GPU, torch.compile for the layers of models that our own kernels do not support:
@@ -44,6 +46,7 @@ class LLMConfig:
     lossless: bool = True
     dtype: str | torch.dtype | None = None
     device: str | torch.device | None = None
+    revision: str | None = None
     max_batch: int = 8
     max_context: int | None = None
     quantize: Literal["int8"] | None = None
@@ -61,11 +64,13 @@ class LLMConfig:
             one_of("quantize", self.quantize, ("int8",))
         if self.max_batch < 1:
             raise ConfigError(f"max_batch must be 1 or more, not {self.max_batch}")
-        given = (self.dtype, self.device, self.quantize)
+        given = (self.dtype, self.device, self.revision, self.quantize)
         if not self.is_named and any(value is not None for value in given):
             raise ConfigError(
-                "dtype, device and quantize are for models loaded by name; this one is as it is"
+                "dtype, device, revision and quantize are for models loaded by name; this one is as "
+                "it is"
             )
+        registry.check(self.drafter)
 
     @property
     def is_named(self) -> bool:

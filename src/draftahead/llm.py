@@ -42,6 +42,7 @@ class Loader:
                 name,
                 dtype=config.dtype,
                 device=config.device,
+                revision=config.revision if name == str(config.model) else None,
                 trust_remote_code=config.trust_remote_code,
                 progress=self._report,
             )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 import zoo
 from draftahead import LLM, LLMConfig, SamplingParams
-from draftahead.errors import ConfigError
+from draftahead.errors import ConfigError, DraftaheadError
+from draftahead.loader import hub
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -48,3 +50,34 @@ def test_config_cannot_be_changed() -> None:
     config = LLM(zoo.tiny("llama"), "none").config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.rule = "token"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("lokup", "did you mean 'lookup'"),
+        ({"method": "lookup", "prompt_lookup_mx": 3}, "did you mean 'prompt_lookup_max'"),
+        ({"prompt_lookup_max": 3}, "needs 'method'"),
+        (3, "must be a name"),
+    ],
+)
+def test_a_misspelt_drafter_is_refused_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch, drafter: Any, message: str
+) -> None:
+    monkeypatch.setattr(hub, "load", lambda *args, **options: pytest.fail("the model is loaded"))
+    with pytest.raises(DraftaheadError, match=message):
+        LLM("org/name", drafter)
+
+
+def test_a_revision_is_of_the_target_not_of_its_draft_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = {}
+
+    def load(name: str, *, revision: str | None, **options: Any) -> tuple[Any, Any]:
+        seen[name] = revision
+        return zoo.tiny("llama"), None
+
+    monkeypatch.setattr(hub, "load", load)
+    LLM("org/target", {"method": "draft_model", "model": "org/draft"}, revision="v2")
+    assert seen == {"org/target": "v2", "org/draft": None}

@@ -68,7 +68,8 @@ def test_a_hub_id_is_loaded_from_safetensors_only_without_the_conversion_service
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", answer)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
     with pytest.raises(ModelNotFoundError, match="seen enough"):
-        hub.load("org/name")
+        hub.load("org/name", revision="v2")
+    assert asked["revision"] == "v2"
     assert asked["source"] == "org/name"
     assert asked["use_safetensors"] is True
     assert asked["trust_remote_code"] is False
@@ -111,6 +112,11 @@ def test_remote_code_runs_only_when_trusted(tiny_folder: Path, tmp_path: Path) -
     with pytest.raises(UnsupportedModelError, match="allow that with trust_remote_code"):
         hub.load(folder)
     assert not executed.exists()
+
+
+def test_a_revision_of_local_files_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="revision is for models of a hub"):
+        hub.load(tiny_folder, revision="main")
 
 
 def test_unknown_devices_and_dtypes_are_refused(tiny_folder: Path) -> None:

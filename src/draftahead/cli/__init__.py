@@ -19,7 +19,8 @@ app = typer.Typer(
     help="Makes a large language model generate faster, with provably the same output.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for command in (demo.demo, generate.generate, chat.chat, models.models, bench.bench, tune.tune):
     app.command()(command)

@@ -64,6 +64,8 @@ class Lesson(NamedTuple):
 
 @register("auto")
 class Auto(Drafter):
+    """Merges several drafters, and asks expensive ones where they pay."""
+
     def __init__(
         self,
         context: DrafterContext,

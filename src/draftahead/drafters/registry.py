@@ -56,6 +56,18 @@ def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) ->
     """A drafter from a name, a configuration with vLLM's keys, or a drafter itself."""
     if _is_drafter(wanted):
         return wanted
+    maker, options = _found(wanted)
+    return maker(context, **options)
+
+
+def check(wanted: Any) -> None:
+    """Refuses what `build` would refuse, before anything is loaded."""
+    if not _is_drafter(wanted):
+        _found(wanted)
+
+
+def _found(wanted: Any) -> tuple[Callable[..., Drafter], dict[str, Any]]:
+    """The maker of a drafter, and its options, checked by name."""
     if isinstance(wanted, str):
         wanted = {"method": wanted}
     if not isinstance(wanted, Mapping):
@@ -78,27 +90,32 @@ def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) ->
     known = _options(maker)
     for key in options:
         if key not in known:
-            hint = nearest(key, known) if known else " (it takes none)"
+            hint = nearest(str(key), known) if known else " (it takes none)"
             raise ConfigError(f"drafter {name!r} has no option {key!r}{hint}")
-    return maker(context, **options)
+    return maker, options
 
 
-def options_of(name: str) -> list[str]:
-    """The configuration keys of a drafter; none for a name that is not registered."""
-    _load_all()
-    maker = _find(name)
-    return [] if maker is None else _options(maker)
+def options_of(name: str) -> dict[str, Any]:
+    """The configuration keys of a drafter, and their defaults."""
+    return _options(_found(name)[0])
+
+
+def synonyms_of(name: str) -> list[str]:
+    return sorted(synonym for synonym, meant in _SYNONYMS.items() if meant == name)
+
+
+def summary_of(name: str) -> str:
+    """The first line of a drafter's docstring."""
+    return (inspect.getdoc(_found(name)[0]) or "").partition("\n")[0]
 
 
 def _find(name: str) -> Callable[..., Drafter] | None:
     return _REGISTRY.get(name) or _REGISTRY.get(_SYNONYMS.get(name, ""))
 
 
-def _options(maker: Callable[..., Drafter]) -> list[str]:
+def _options(maker: Callable[..., Drafter]) -> dict[str, Any]:
     parameters = inspect.signature(maker).parameters.items()
-    return [
-        key for key, parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
+    return {key: found.default for key, found in parameters if found.kind is found.KEYWORD_ONLY}
 
 
 def _is_drafter(wanted: Any) -> TypeGuard[Drafter]:

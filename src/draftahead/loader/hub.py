@@ -48,6 +48,7 @@ def load(
     *,
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
+    revision: str | None = None,
     trust_remote_code: bool = False,
     progress: ProgressCallback = no_progress,
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
@@ -55,12 +56,14 @@ def load(
 
     A string is an alias, else a folder or `.gguf` file, else a hub id (`org/name`); a Path is a
     folder or file. The default device is CUDA if there is one; the default dtype is float32 on a
-    CPU and the checkpoint's elsewhere.
+    CPU and the checkpoint's elsewhere. `revision` is a branch, tag or commit of a hub id.
     """
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device)
     with _clear_errors(model):
         source = _find(model, progress)
+        if revision is not None and isinstance(source, Path):
+            raise ConfigError(f"revision is for models of a hub (org/name); {model} is none")
         progress(f"loading {model}")
         log.info("loading %s from %s: dtype %s, device %s", model, source, dtype, device)
         # transformers' own progress bars are shown for downloads from the hub only.
@@ -70,7 +73,9 @@ def load(
             if isinstance(source, Path) and source.is_file():
                 network, tokenizer = _load_gguf(source, dtype)
             else:
-                network, tokenizer = _load_pretrained(source, dtype, trust_remote_code)
+                network, tokenizer = _load_pretrained(
+                    source, dtype, revision=revision, trust_remote_code=trust_remote_code
+                )
     network.to(device).eval().requires_grad_(False)
     if model in ALIASES:
         network.draftahead_alias = str(model)  # by which files that the package ships are found
@@ -140,10 +145,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _load_pretrained(
-    source: Path | str, dtype: str | torch.dtype, trust_remote_code: bool
+    source: Path | str, dtype: str | torch.dtype, **options: Any
 ) -> tuple[Any, Any]:
-    local = isinstance(source, Path)
-    options = {"trust_remote_code": trust_remote_code, "local_files_only": local}
+    options["local_files_only"] = isinstance(source, Path)
     # Small files first: what is missing or not supported shows before a long download.
     config = transformers.AutoConfig.from_pretrained(source, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
