@@ -67,8 +67,8 @@ class LLMConfig:
         given = (self.dtype, self.device, self.revision, self.quantize)
         if not self.is_named and any(value is not None for value in given):
             raise ConfigError(
-                "dtype, device, revision and quantize are for models loaded by name; this one is as "
-                "it is"
+                "dtype, device, revision and quantize are for models loaded by name; this one is "
+                "as it is"
             )
         registry.check(self.drafter)
 
