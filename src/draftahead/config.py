@@ -2,27 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from draftahead.core.checks import FLAG, TEXT, Kind, Parameters, choice, instance, whole
 from draftahead.core.types import Exact
 from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter
-from draftahead.errors import ConfigError, nearest
+from draftahead.errors import ConfigError
+from draftahead.loader.hub import DTYPES
 from draftahead.sampling.accept import AcceptanceRule
 
 
-@dataclass(frozen=True, kw_only=True)
-class LLMConfig:
+def _model(value: Any) -> Any:
+    if isinstance(value, str | Path):
+        return value
+    if not isinstance(value, torch.nn.Module) or not isinstance(value.config, PreTrainedConfig):
+        raise TypeError
+    return value
+
+
+def _dtype(value: Any) -> str | torch.dtype:
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    choice(*DTYPES).read(name)
+    return value  # type: ignore[no-any-return]
+
+
+def _device(value: Any) -> str | torch.device:
+    if not isinstance(value, str | torch.device):
+        raise TypeError
+    choice("cpu", "cuda").read(torch.device(value).type)
+    return value
+
+
+_NAME = TEXT | instance(Path, "a path")
+_KINDS = {  # but of the drafter, which is checked when it is built
+    "model": Kind("a model of transformers, or the name or path of one", _model),
+    "tokenizer": _NAME | instance(PreTrainedTokenizerBase, "a tokenizer of transformers"),
+    "exact": choice("distribution", "replay"),
+    "rule": choice("block", "token"),
+    "lossless": FLAG,
+    "dtype": Kind(f"one of {', '.join(DTYPES)}, or the torch.dtype", _dtype, DTYPES),
+    "device": Kind("cpu or cuda, as cuda:1 if there are several", _device),
+    "max_batch": whole(1),
+    "max_context": whole(1),
+    "revision": TEXT,
+    "quantize": choice("int8"),
+    "compile": FLAG,
+    "trust_remote_code": FLAG,
+}
+
+_ONE_DEVICE = "a model runs on one device; choose it with device"
+_CACHE = "the KV cache has max_batch slots of max_context tokens, whose memory is checked at load"
+_SAMPLING = "it is a parameter of SamplingParams"
+# What to write for names of vLLM and transformers.
+_ADVICE = {
+    **dict.fromkeys(
+        ("max_model_len", "max_length", "max_seq_len", "context_length"), "write max_context"
+    ),
+    **dict.fromkeys(("max_num_seqs", "batch_size"), "write max_batch"),
+    **dict.fromkeys(("gpu_memory_utilization", "kv_cache_memory_bytes", "swap_space"), _CACHE),
+    **dict.fromkeys(("block_size", "max_num_batched_tokens", "cpu_offload_gb"), _CACHE),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "tp_plan"), _ONE_DEVICE),
+    **dict.fromkeys(("data_parallel_size", "distributed_executor_backend"), _ONE_DEVICE),
+    "device_map": _ONE_DEVICE,
+    "torch_dtype": "write dtype",
+    **dict.fromkeys(
+        ("quantization", "load_in_8bit", "load_in_4bit", "quantization_config"),
+        "write quantize='int8', or load the quantized model yourself and pass it",
+    ),
+    "speculative_config": "write drafter",
+    **dict.fromkeys(
+        ("assistant_model", "speculative_model", "draft_model"),
+        "write drafter={'method': 'draft_model', 'model': name}",
+    ),
+    "prompt_lookup_num_tokens": (
+        "write drafter={'method': 'lookup', 'num_speculative_tokens': number}"
+    ),
+    **dict.fromkeys(
+        ("num_speculative_tokens", "num_assistant_tokens"),
+        "write drafter={'method': name, 'num_speculative_tokens': number}",
+    ),
+    "enable_prefix_caching": "pass reuse=True to the method stream",
+    "enforce_eager": "compile=False is the default",
+    "kv_cache_dtype": "the KV cache has the dtype of the model",
+    "attn_implementation": "attention is draftahead's own: leave it out",
+    **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens", "seed"), _SAMPLING),
+    "max_new_tokens": "write max_tokens, a parameter of SamplingParams",
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LLMConfig(Parameters):
     """All that decides how a model generates.
 
     model: an alias (`smollm2`), a hub id, a folder, a .gguf file, or a loaded PreTrainedModel.
-    drafter: a name, a configuration with vLLM's `speculative_config` keys, or a Drafter.
-    tokenizer: for a loaded model; one loaded by name brings its own.
+    drafter: a name, a configuration with vLLM's `speculative_config` keys, or a Drafter; None
+        drafts nothing.
+    tokenizer: one of transformers, or its name or path. A model loaded by name brings its own.
     exact: "distribution" keeps the target's distribution; "replay" also makes the tokens a function
         of seed and prompt alone, bit for bit the same for every drafter and in every batch.
     rule: how sampled drafts are accepted, "block" or "token"; both are exact.
@@ -38,8 +120,12 @@ class LLMConfig:
     trust_remote_code: run Python code that comes with a model from a hub.
     """
 
+    owner: ClassVar = "LLM"
+    kinds: ClassVar = _KINDS
+    advice: ClassVar = _ADVICE
+
     model: Any
-    drafter: str | Mapping[str, Any] | Drafter = "auto"
+    drafter: str | Mapping[str, Any] | Drafter | None = "auto"
     tokenizer: Any = None
     exact: Exact = "distribution"
     rule: AcceptanceRule = "block"
@@ -54,16 +140,9 @@ class LLMConfig:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        if not self.is_named and not hasattr(self.model, "config"):
-            raise ConfigError(f"{self.model!r} is no model, and no name or path of one")
-        one_of("exact", self.exact, ("distribution", "replay"))
-        one_of("rule", self.rule, ("block", "token"))
+        super().__post_init__()
         if not self.lossless and self.exact == "replay":
             raise ConfigError("lossless=False and exact='replay' exclude each other: leave one out")
-        if self.quantize is not None:
-            one_of("quantize", self.quantize, ("int8",))
-        if self.max_batch < 1:
-            raise ConfigError(f"max_batch must be 1 or more, not {self.max_batch}")
         given = (self.dtype, self.device, self.revision, self.quantize)
         if not self.is_named and any(value is not None for value in given):
             raise ConfigError(
@@ -79,14 +158,10 @@ class LLMConfig:
 
     @classmethod
     def of(cls, model: Any, drafter: Any, options: Mapping[str, Any]) -> LLMConfig:
-        """From the arguments of LLM: an unknown option is an error with a hint."""
-        known = [field.name for field in fields(cls) if field.name not in ("model", "drafter")]
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"LLM has no option {name!r}{nearest(name, known)}")
-        return cls(model=model, drafter=drafter, **options)
-
-
-def one_of(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} cannot be {value!r}{nearest(str(value), known)}")
+        """From the arguments of LLM, which takes vLLM's name for the drafter as well."""
+        given = dict(options)
+        if "speculative_config" in given:
+            if not isinstance(drafter, str) or drafter != cls.drafter:
+                raise ConfigError("give drafter or speculative_config, not both")
+            drafter = given.pop("speculative_config")
+        return cls(model=model, drafter=drafter, **given)

@@ -81,6 +81,10 @@ class DrafterFaultWarning(UserWarning):
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for a mistyped word: the nearest known one, then the whole list."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{hint} (known: {', '.join(names)})"
+    return f"{similar(word, names)} (known: {', '.join(names)})"
+
+
+def similar(word: str, known: Iterable[str]) -> str:
+    """A hint for a mistyped word, if one of these is near."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

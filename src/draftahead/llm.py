@@ -8,7 +8,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from draftahead.backends.cpu.linear import quantize_model
-from draftahead.config import LLMConfig, one_of
+from draftahead.config import LLMConfig
+from draftahead.core.checks import choice
 from draftahead.core.detokenizer import no_text
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
@@ -60,7 +61,7 @@ class LLM:
     def __init__(
         self,
         model: Any,
-        drafter: str | Mapping[str, Any] | Drafter = "auto",
+        drafter: str | Mapping[str, Any] | Drafter | None = "auto",
         *,
         report: ProgressCallback = no_progress,
         **options: Any,
@@ -83,7 +84,9 @@ class LLM:
         generation_config.warn_unsupported(self.model)
         self._build(config, report)
 
-    def with_drafter(self, drafter: str | Mapping[str, Any] | Drafter, **changes: Any) -> LLM:
+    def with_drafter(
+        self, drafter: str | Mapping[str, Any] | Drafter | None, **changes: Any
+    ) -> LLM:
         """The same weights and options with another drafter, and a KV cache of its own. `changes`:
         options of LLMConfig that differ."""
         changes.setdefault("max_context", self.engine.verifier.max_context)
@@ -139,7 +142,7 @@ class LLM:
         with all `completions` on it, or returned in its Completion with errors="return".
         `namespace`: requests of one namespace may draft from each other's outputs.
         """
-        one_of("errors", errors, ("raise", "return"))
+        choice("raise", "return").of("errors", errors)
         given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if given and isinstance(given[0], int | Mapping):
             given = [given]  # one prompt: ids, or a conversation

@@ -69,63 +69,6 @@ def test_unset_max_tokens_is_cut_to_what_the_context_has_room_for(llm: LLM) -> N
     assert len(llm.generate([1] * 60, SamplingParams(temperature=0))[0].token_ids) == 4
 
 
-BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": -0.1}, "temperature must be a number, 0"),
-    ({"temperature": float("nan")}, "temperature must be a number, 0"),
-    ({"top_p": 0}, "top_p must be a number above 0"),
-    ({"top_p": 1.5}, "top_p must be a number above 0 and at most 1"),
-    ({"top_k": -1}, "top_k must be a whole number, 0"),
-    ({"min_p": 2}, "min_p must be a number between"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
-    ({"presence_penalty": float("inf")}, "presence_penalty must be a number between"),
-    ({"frequency_penalty": -101}, "frequency_penalty must be a number between"),
-    ({"max_tokens": 0}, "max_tokens must be a whole number, 1"),
-    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens .9. must not exceed"),
-    ({"n": 0}, "n must be a whole number, 1"),
-    ({"stop": ["a", ""]}, "stop must be text"),
-    ({"logprobs": -1}, "logprobs must be a whole number, 0"),
-    ({"temperature": "0.7"}, "temperature must be a number"),
-    ({"top_k": 1.5}, "top_k must be a whole number"),
-    ({"seed": 1.5}, "seed must be a whole number"),
-    ({"n": True}, "n must be a whole number"),
-    ({"logit_bias": {"5": 1.0}}, "logit_bias must be a number for each"),
-    ({"logit_bias": {5: "x"}}, "logit_bias must be a number for each"),
-    ({"logit_bias": {5: float("nan")}}, "logit_bias must be a number for each"),
-    ({"logit_bias": {5: float("inf")}}, "logit_bias must be a number for each"),
-    ({"logit_bias": [5]}, "logit_bias must be a number for each"),
-    ({"n": None}, "n must be a whole number"),
-    ({"presence_penalty": None}, "presence_penalty must be a number"),
-    ({"frequency_penalty": None}, "frequency_penalty must be a number"),
-    ({"stop": None}, "stop must be text"),
-    ({"stop": [1]}, "stop must be text"),
-    ({"stop_token_ids": None}, "stop_token_ids must be a list of token ids"),
-    ({"stop_token_ids": ["1"]}, "stop_token_ids must be a list of token ids"),
-    ({"bad_words": None}, "bad_words must be a list"),
-    ({"bad_words": [[]]}, "bad_words must be a list"),
-    ({"bad_words": ["a", ""]}, "bad_words must be a list"),
-    ({"bad_words": [3]}, "bad_words must be a list"),
-    ({"ignore_eos": "no"}, "ignore_eos must be True or False"),
-    ({"raw_logprobs": None}, "raw_logprobs must be True or False"),
-    ({"processors": None}, "processors must be a list"),
-    ({"processors": ["x"]}, "processors must be a list"),
-    ({"bad_words": "foo"}, "bad_words must be a list"),
-]
-
-
-@pytest.mark.parametrize(("fields", "message"), BAD_PARAMS)
-def test_values_out_of_range(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(errors.ConfigError, match=message):
-        SamplingParams(**fields)
-
-
-def test_values_at_the_ends_of_their_range_are_accepted() -> None:
-    banned = {5: float("-inf")}
-    SamplingParams(
-        temperature=0, top_p=1, min_p=1, top_k=0, logit_bias=banned, stop="", seed=-(2**70)
-    )
-    SamplingParams(stop=("a",), bad_words=["a", [1, 2]], stop_token_ids={1}, presence_penalty=-100)
-
-
 BAD_DRAFTERS: list[tuple[Any, type[Exception], str]] = [
     ("lokup", errors.UnknownDrafterError, "did you mean 'lookup'"),
     ({"method": "ngrams"}, errors.UnknownDrafterError, "did you mean 'ngram'"),
@@ -140,7 +83,7 @@ BAD_DRAFTERS: list[tuple[Any, type[Exception], str]] = [
     ({"method": "lookup", "prompt_lookup_min": 5}, errors.ConfigError, "must not exceed"),
     ("draft_model", errors.ConfigError, "needs 'model'"),
     (7, errors.ConfigError, "not int"),
-    ({"method": 5}, errors.UnknownDrafterError, "no drafter '5'"),
+    ({"method": 5}, errors.UnknownDrafterError, "no drafter 5"),
     ({"method": "draft_model", "model": 5}, errors.ConfigError, "5 is no model"),
 ]
 
@@ -157,13 +100,18 @@ def test_bad_options_of_the_llm() -> None:
         LLM(model, exact="replays")  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match="max_context must be 1 to 128"):
         LLM(model, max_context=4096)
-    with pytest.raises(errors.ConfigError, match="max_batch must be 1"):
+    with pytest.raises(errors.ConfigError, match="max_batch must be a whole number, 1 or more"):
         LLM(model, max_batch=0)
     with pytest.raises(errors.ConfigError, match=r"model.eval\(\)"):
         LLM(zoo.tiny("llama").train())
-    with pytest.raises(errors.ConfigError, match="5 is no model"):
+    with pytest.raises(
+        errors.ConfigError, match=r"model must be a model of transformers, or .*, not 5"
+    ):
         LLM(5)
-    with pytest.raises(errors.ConfigError, match="errors cannot be 'rase'"):
+    with pytest.raises(
+        errors.ConfigError,
+        match="errors must be 'raise' or 'return', not 'rase'; did you mean 'raise'",
+    ):
         LLM(model).generate([1], errors="rase")  # type: ignore[arg-type]
     with pytest.raises(errors.ModelNotFoundError, match="did you mean 'smollm2'"):
         LLM("smollm")

@@ -96,7 +96,7 @@ def test_unset_fields_follow_the_generation_config(target: Any) -> None:
         found = with_model_defaults(SamplingParams(), target, 100, has_tokenizer=False)
         assert (found.temperature, found.top_k, found.max_tokens) == (0.6, 3, 7)
         assert (found.min_p, found.repetition_penalty) == (0.1, 1.5)
-        assert found.bad_words == [[4]]
+        assert found.bad_words == ((4,),)
         asked = SamplingParams(temperature=0, max_tokens=3)
         kept = with_model_defaults(asked, target, 100, has_tokenizer=False)
         assert (kept.temperature, kept.max_tokens) == (0, 3)

@@ -25,7 +25,7 @@ from draftahead.bench.configurations import (
 from draftahead.bench.latency import measure_latency
 from draftahead.bench.machine import peak_memory, provenance
 from draftahead.bench.measure import PromptBatch, measure, results_of
-from draftahead.config import one_of
+from draftahead.core.checks import choice
 from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import Batch
@@ -75,7 +75,7 @@ def measure_shape(
     against_transformers: bool,
 ) -> dict[str, Any]:
     """The report of `draftahead bench --shape`."""
-    one_of("--shape", name, SHAPES)
+    choice(*SHAPES).of("--shape", name)
     torch_device = resolve_device(device)
     weights_dtype = _weights_dtype(dtype, torch_device)
     target, draft = build_pair(name, weights_dtype, torch_device)

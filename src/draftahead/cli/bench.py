@@ -41,11 +41,11 @@ def bench(
     """Measure drafters against plain decoding and other engines, interleaved in one run."""
     from draftahead.bench.configurations import ENGINES
     from draftahead.bench.report import draw
-    from draftahead.config import one_of
+    from draftahead.core.checks import choice
 
     engines = options.split_list(against)
     for engine in engines:
-        one_of("--against", engine, ENGINES)
+        choice(*ENGINES).of("--against", engine)
     if shape is not None:
         if not_lossless:
             raise ConfigError("--not-lossless is for real models: leave it out with --shape")

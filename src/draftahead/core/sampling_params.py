@@ -3,83 +3,142 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from draftahead.core.checks import (
+    FLAG,
+    FUNCTION,
+    TEXT,
+    TOKEN_IDS,
+    Kind,
+    Parameters,
+    list_of,
+    mapping_of,
+    number,
+    whole,
+)
 from draftahead.errors import ConfigError
 
-Check = Callable[[Any], bool]
+# Smaller ones would become 0 in float32, and the distribution would have no token.
+SMALLEST = 1e-6
+# A bias that leaves a finite float32, whatever penalty multiplies it.
+LARGEST_BIAS = 1e30
 
 
-def _number(low: float, high: float, kinds: Any = int | float) -> Check:
-    def check(value: Any) -> bool:
-        return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
-
-    return check
+def _temperature(value: Any) -> float:
+    plain = number(0, 1e4).read(value)
+    return float(plain if plain == 0 else number(SMALLEST).read(plain))
 
 
-def _whole(low: float, high: float = 2**31) -> Check:
-    return _number(low, high, int)
+def _stop(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (TEXT.read(value),) if value else ()
+    return tuple(list_of(TEXT, "").read(value))
 
 
-def _list_of(is_item: Check) -> Check:
-    def check(value: Any) -> bool:
-        is_list = isinstance(value, Collection) and not isinstance(value, str)
-        return is_list and all(map(is_item, value))
-
-    return check
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
+def _bad_word(value: Any) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return str(TEXT.read(value))
+    ids = tuple(TOKEN_IDS.read(value))
+    if not ids:
+        raise ValueError
+    return ids
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-_is_ids, _is_biases = _list_of(_whole(-math.inf, math.inf)), _list_of(_number(-math.inf, 1e38))
-# What each field must be; one whose default is None may be None too.
-_CHECKS: dict[str, tuple[Check, str]] = {
-    "temperature": (_number(0, 1e4), "a number, 0 (greedy) or more"),
-    "top_k": (_whole(0), "a whole number, 0 (off) or more"),
-    "top_p": (_number(math.ulp(0), 1), "a number above 0 and at most 1"),
-    "min_p": (_number(0, 1), "a number between 0 and 1"),
-    "repetition_penalty": (_number(math.ulp(0), 1e4), "a number above 0"),
-    "presence_penalty": (_number(-100, 100), "a number between -100 and 100"),
-    "frequency_penalty": (_number(-100, 100), "a number between -100 and 100"),
-    "logit_bias": (
-        lambda bias: isinstance(bias, Mapping) and _is_ids(bias) and _is_biases(bias.values()),
-        "a number for each of some token ids",
+_KINDS = {
+    "temperature": Kind(f"0 (greedy) or a number from {SMALLEST} to 10000", _temperature),
+    "top_k": Kind(
+        "a whole number, 1 or more, or 0 or -1 (all)", lambda value: max(0, whole(-1).read(value))
     ),
-    "bad_words": (
-        _list_of(lambda word: _is_text(word) or (_is_ids(word) and len(word) > 0)),
-        "a list of words that are not empty, as text or token ids",
+    "top_p": number(SMALLEST, 1),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(SMALLEST, 1e4, "1 is off"),
+    "presence_penalty": number(-100, 100),
+    "frequency_penalty": number(-100, 100),
+    "logit_bias": mapping_of(
+        whole(),
+        number(-math.inf, LARGEST_BIAS),
+        f"a number, at most {LARGEST_BIAS}, for each of some token ids",
     ),
-    "min_tokens": (_whole(0), "a whole number, 0 or more"),
-    "max_tokens": (_whole(1), "a whole number, 1 or more"),
-    "stop": (
-        lambda stop: isinstance(stop, str) or _list_of(_is_text)(stop),
-        "text that is not empty",
+    "bad_words": list_of(
+        Kind("", _bad_word), "a list of words that are not empty, as text or token ids"
     ),
-    "stop_token_ids": (_is_ids, "a list of token ids"),
-    "ignore_eos": (_is_flag, "True or False"),
-    "n": (_whole(1), "a whole number, 1 or more"),
-    "seed": (_whole(-math.inf, math.inf), "a whole number"),
-    "logprobs": (_whole(0), "a whole number, 0 or more"),
-    "raw_logprobs": (_is_flag, "True or False"),
-    "processors": (_list_of(callable), "a list of LogitsProcessors"),
+    "min_tokens": whole(0),
+    "max_tokens": whole(1),
+    "stop": Kind("text that is not empty, or a list of it", _stop),
+    "stop_token_ids": TOKEN_IDS,
+    "ignore_eos": FLAG,
+    "n": whole(1, 2**14),
+    "seed": whole(),
+    "logprobs": whole(0),
+    "raw_logprobs": FLAG,
+    "processors": list_of(FUNCTION, "a list of LogitsProcessors"),
+}
+
+_BEAMS = "beam search is not supported; samples of their own are n"
+_PROCESSOR = "pass the LogitsProcessor of transformers that does it in processors"
+_SPECULATION = "how to draft is said once, by the drafter of LLM(model, drafter=...)"
+_SPECIAL = "special tokens are left out of the text; they are in token_ids"
+_OF_LLM = "it is an option of LLM"
+# What to write for names of vLLM and transformers.
+_ADVICE = {
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens"), "write max_tokens"),
+    "max_length": "write max_tokens, which counts the output without the prompt",
+    **dict.fromkeys(("min_new_tokens", "min_length"), "write min_tokens"),
+    "do_sample": "temperature=0 is greedy, any other samples",
+    "num_return_sequences": "write n",
+    "best_of": "take n samples and choose among them, for example by their logprobs",
+    **dict.fromkeys(("num_beams", "use_beam_search", "beam_width", "early_stopping"), _BEAMS),
+    **dict.fromkeys(("length_penalty", "diversity_penalty", "num_beam_groups"), _BEAMS),
+    "top_logprobs": "write logprobs",
+    **dict.fromkeys(("logits_processors", "logits_processor"), "write processors"),
+    **dict.fromkeys(("stop_strings", "stop_sequences"), "write stop"),
+    "eos_token_id": "write stop_token_ids",
+    "bad_words_ids": "write bad_words",
+    "typical_p": _PROCESSOR,
+    "no_repeat_ngram_size": _PROCESSOR,
+    "encoder_repetition_penalty": _PROCESSOR,
+    "epsilon_cutoff": _PROCESSOR,
+    "eta_cutoff": _PROCESSOR,
+    "sequence_bias": _PROCESSOR,
+    "suppress_tokens": "give them a logit_bias of -inf",
+    "allowed_token_ids": "pass a LogitsProcessor in processors",
+    **dict.fromkeys(
+        ("guided_decoding", "structured_outputs", "response_format"),
+        "pass a LogitsProcessor of a grammar library in processors",
+    ),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), _SPECIAL),
+    "detokenize": "pass a loaded model without its tokenizer to LLM for ids alone",
+    **dict.fromkeys(("stream", "streamer"), "use the method stream of LLM"),
+    "use_tqdm": "there is no progress bar to switch off: leave it out",
+    "lora_request": "merge the adapter into the model first",
+    "generation_config": "give its fields as parameters of their own",
+    "attention_mask": "prompts are not padded: leave it out",
+    "input_ids": "give the token ids as the prompt",
+    **dict.fromkeys(
+        ("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens", "num_draft_tokens"),
+        _SPECULATION,
+    ),
+    **dict.fromkeys(("speculative_config", "num_speculative_tokens", "drafter"), _SPECULATION),
+    **dict.fromkeys(("exact", "lossless", "max_context", "max_batch", "tokenizer"), _OF_LLM),
+    **dict.fromkeys(("max_model_len", "max_num_seqs"), f"{_OF_LLM}: max_context, max_batch"),
+    "reuse": "it is an argument of the method stream of LLM",
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SamplingParams(Parameters):
     """How a request samples tokens, along the path of every node of a draft. A field left at None
     follows the model's generation_config."""
 
+    owner: ClassVar = "SamplingParams"
+    kinds: ClassVar = _KINDS
+    advice: ClassVar = _ADVICE
+
     temperature: float | None = None  # 0 is greedy: argmax, lowest id on ties
-    top_k: int | None = None  # 0 keeps all
+    top_k: int | None = None  # 0, or -1, keeps all
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None  # over prompt and output
@@ -101,10 +160,7 @@ class SamplingParams:
     processors: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        for name, (is_right, says) in _CHECKS.items():
-            value, may_be_none = getattr(self, name), getattr(type(self), name) is None
-            if not is_right(value) and not (value is None and may_be_none):
-                raise ConfigError(f"{name} must be {says}, not {value!r}")
+        super().__post_init__()
         if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
             raise ConfigError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
@@ -112,7 +168,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop)
+        return tuple(self.stop)
 
     @property
     def is_greedy(self) -> bool:

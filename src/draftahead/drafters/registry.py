@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 from draftahead import drafters
+from draftahead.core.checks import shown
 from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.errors import ConfigError, UnknownDrafterError, nearest
 
@@ -52,8 +53,9 @@ def names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def build(wanted: str | Mapping[str, Any] | Drafter, context: DrafterContext) -> Drafter:
-    """A drafter from a name, a configuration with vLLM's keys, or a drafter itself."""
+def build(wanted: str | Mapping[str, Any] | Drafter | None, context: DrafterContext) -> Drafter:
+    """A drafter from a name, a configuration with vLLM's keys, or a drafter itself; None: plain
+    decoding."""
     if _is_drafter(wanted):
         return wanted
     maker, options = _found(wanted)
@@ -68,8 +70,8 @@ def check(wanted: Any) -> None:
 
 def _found(wanted: Any) -> tuple[Callable[..., Drafter], dict[str, Any]]:
     """The maker of a drafter, and its options, checked by name."""
-    if isinstance(wanted, str):
-        wanted = {"method": wanted}
+    if wanted is None or isinstance(wanted, str):
+        wanted = {"method": "none" if wanted is None else wanted}
     if not isinstance(wanted, Mapping):
         raise ConfigError(
             f"drafter must be a name, a configuration or an object with propose, learn and "
@@ -83,15 +85,16 @@ def _found(wanted: Any) -> tuple[Callable[..., Drafter], dict[str, Any]]:
         raise ConfigError(
             f"the drafter's configuration needs 'method' (one of {', '.join(names())})"
         )
-    name = str(name)
-    maker = _find(name)
+    maker = _find(name) if isinstance(name, str) else None
     if maker is None:
-        raise UnknownDrafterError(f"no drafter {name!r}{nearest(name, [*_REGISTRY, *_SYNONYMS])}")
+        raise UnknownDrafterError(
+            f"no drafter {shown(name)}{nearest(str(name), [*_REGISTRY, *_SYNONYMS])}"
+        )
     known = _options(maker)
     for key in options:
         if key not in known:
             hint = nearest(str(key), known) if known else " (it takes none)"
-            raise ConfigError(f"drafter {name!r} has no option {key!r}{hint}")
+            raise ConfigError(f"drafter {name!r} has no option {shown(key)}{hint}")
     return maker, options
 
 
