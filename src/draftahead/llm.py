@@ -10,7 +10,7 @@ from typing import Any, Literal
 from draftahead.backends.cpu.linear import quantize_model
 from draftahead.config import LLMConfig
 from draftahead.core.checks import choice
-from draftahead.core.detokenizer import no_text
+from draftahead.core.detokenizer import byte_tokens, no_text
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
 from draftahead.core.types import Completion, Request, SequenceState, StreamChunk
@@ -122,6 +122,7 @@ class LLM:
             verifier,
             registry.build(config.drafter, context),
             no_text if self.tokenizer is None else self._decode,
+            frozenset() if self.tokenizer is None else byte_tokens(self.tokenizer),
             exact=config.exact,
             rule=config.rule,
             lossless=config.lossless,
@@ -375,6 +376,7 @@ class LLM:
             sample=sequence.sample,
             error=sequence.error,
             lossless=self.config.lossless,
+            stop_reason=sequence.stop_reason,
         )
 
 

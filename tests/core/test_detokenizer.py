@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from draftahead.core.detokenizer import Decode, Detokenizer, no_text
+from draftahead.core.detokenizer import Decode, Detokenizer, byte_tokens, no_text
 
 
 def of_bytes(ids: Sequence[int]) -> str:
@@ -24,6 +28,105 @@ def texts_of(*texts: str) -> Decode:
 def stripping(*texts: str) -> Decode:
     """The same, but the first text of what is decoded loses its leading space (SentencePiece)."""
     return lambda ids: texts_of(*texts)(ids).removeprefix(" ")
+
+
+def tokenizer_of(vocab: list[str], decoder: Any, **options: Any) -> Any:
+    """With a special token, which is not shown, and an added one, which is."""
+    raw = Tokenizer(models.BPE({word: i for i, word in enumerate(vocab)}, [], **options))
+    raw.decoder = decoder
+    raw.add_tokens([AddedToken("[new]", special=False)])
+    raw.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+TOKENIZERS = {
+    "byte fallback": tokenizer_of(
+        [*BYTES, "▁", "▁a", "b", "é", "�"],
+        decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
+        byte_fallback=True,
+    ),
+    "byte level": tokenizer_of(
+        # Tokens of several bytes, which begin or end inside a character, among them.
+        [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġa", "aâ", "âĤ", "Ĥ¬b", "ï¿½"],
+        decoders.ByteLevel(),
+    ),
+    "words": tokenizer_of(["▁", "▁a", "b", "é", "▁�", "�"], decoders.Metaspace()),
+}
+
+
+def decoding(tokenizer: Any) -> Decode:
+    return lambda ids: tokenizer.decode(
+        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def ids_of(name: str) -> st.SearchStrategy[list[int]]:
+    """Any tokens, and often the bytes of a whole character."""
+    ids = st.integers(0, len(TOKENIZERS[name]) - 1).map(lambda i: [i])
+    spelled = st.sampled_from(["a", "é", "€", "😀"]).map(
+        {
+            "byte fallback": lambda character: list(character.encode()),
+            "byte level": lambda character: TOKENIZERS[name].convert_tokens_to_ids(
+                list(pre_tokenizers.ByteLevel(False).pre_tokenize_str(character)[0][0])
+            ),
+            "words": lambda character: [0],
+        }[name]
+    )
+    parts = st.lists(ids | spelled, max_size=12)
+    return parts.map(lambda lists: [i for ids in lists for i in ids])
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(TOKENIZERS)))
+def test_text_is_what_the_tokenizer_decodes(data: st.DataObject, name: str) -> None:
+    """Read at any time, it is the beginning of it."""
+    tokenizer = TOKENIZERS[name]
+    ids, decode = data.draw(ids_of(name)), decoding(tokenizer)
+    detokenizer, shown = Detokenizer(decode, (), byte_tokens(tokenizer)), [""]
+    for token in ids:
+        detokenizer.push(token)
+        if data.draw(st.booleans()):
+            shown.append(detokenizer.text)
+    detokenizer.flush()
+    assert detokenizer.text == decode(ids)
+    for before, after in zip(shown, [*shown[1:], detokenizer.text], strict=True):
+        assert after.startswith(before)
+
+
+def test_byte_tokens_are_those_of_the_vocabulary() -> None:
+    found = {name: byte_tokens(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+    assert found == {"byte fallback": set(range(256)), "byte level": set(), "words": set()}
+
+
+def test_a_run_of_byte_tokens_is_shown_when_it_has_ended() -> None:
+    """All of its text may still become U+FFFD; a token without text does not end it."""
+    tokenizer = TOKENIZERS["byte fallback"]
+    end, letter = tokenizer.convert_tokens_to_ids(["<end>", "b"])
+    detokenizer = Detokenizer(decoding(tokenizer), (), byte_tokens(tokenizer))
+    shown = []
+    for token in [letter, *"€".encode(), end, letter, 10, *"€".encode(), end, 0xE2, letter]:
+        detokenizer.push(token)
+        shown.append(detokenizer.text)
+    assert shown == [*["b"] * 5, *["b€b"] * 7, "b€b�����b"]
+
+
+def test_a_stop_string_is_found_in_a_run_of_byte_tokens() -> None:
+    """Not a token later: in many vocabularies a line break is a byte token."""
+    tokenizer = TOKENIZERS["byte fallback"]
+    letter = tokenizer.convert_tokens_to_ids("b")
+    detokenizer = Detokenizer(decoding(tokenizer), ["b\n", "€"], byte_tokens(tokenizer))
+    found = []
+    for token in [letter, letter, 10, *"€".encode()]:
+        detokenizer.push(token)
+        found.append(detokenizer.find_stop())
+    assert found == [None, None, (1, "b\n"), None, None, (3, "€")]
 
 
 @pytest.mark.parametrize("read_each_time", [True, False])
@@ -72,6 +175,7 @@ def test_decoding_is_deferred_until_the_text_is_read() -> None:
         detokenizer.push(token)
     detokenizer.flush()
     assert not decoded
+    assert detokenizer.starts == [0, 1, 2, 3, 4]
     assert detokenizer.text == "xxxxx"
 
 
@@ -152,16 +256,15 @@ def test_a_stop_is_found_with_the_token_that_completes_it(seed: int) -> None:
             ids.append(numbers.randrange(len(texts)))
             detokenizer.push(ids[-1])
             expected = found_by_hand(decode, ids, stops)
-            assert detokenizer.find_stop() == expected
+            stop = detokenizer.find_stop()
             if expected is None:
+                assert stop is None
                 continue
             found += 1
-            begins = [len(decode(ids[:count])) for count in range(len(ids))]
-            keep = detokenizer.truncate(expected)
+            assert stop is not None and stop[0] == expected
+            assert stop[1] in stops and decode(ids).startswith(stop[1], expected)
+            detokenizer.cut(expected)
             assert detokenizer.text == decode(ids)[:expected]
-            # Gone are the token in which the stop begins, all behind it, and tokens without text
-            # right before it.
-            assert keep == begins.index(max(start for start in begins if start <= expected))
             break
     assert found > 15
 
@@ -172,8 +275,8 @@ def test_a_stop_after_characters_of_several_tokens() -> None:
         assert detokenizer.find_stop() is None
         detokenizer.push(byte)
         assert "�" not in detokenizer.text
-    assert detokenizer.find_stop() == 2
-    assert detokenizer.truncate(2) == 3  # 'a' and the two bytes of 'ñ'
+    assert detokenizer.find_stop() == (2, "→😀")
+    detokenizer.cut(2)
     assert detokenizer.text == "añ"
 
 
@@ -183,9 +286,24 @@ def test_of_two_stops_in_one_token_the_first_counts() -> None:
         detokenizer.push(0)
         assert detokenizer.find_stop() is None
         detokenizer.push(1)
-        assert detokenizer.find_stop() == 2
-        assert detokenizer.truncate(2) == 1
-        assert detokenizer.text == "ax"
+        assert detokenizer.find_stop() == (2, "b")
+
+
+def test_of_two_stops_that_begin_together_the_first_given_counts() -> None:
+    for stops in (["bc", "b"], ["b", "bc"]):
+        detokenizer = Detokenizer(texts_of("abc"), stops)
+        detokenizer.push(0)
+        assert detokenizer.find_stop() == (1, stops[0])
+
+
+def test_a_stop_is_found_before_an_incomplete_character() -> None:
+    detokenizer = Detokenizer(
+        lambda ids: b"".join([b"a\xe2", b"b"][i] for i in ids).decode(errors="replace"), ["a"]
+    )
+    detokenizer.push(0)
+    assert detokenizer.find_stop() == (0, "a")
+    detokenizer.push(1)
+    assert detokenizer.find_stop() is None
 
 
 def test_a_stop_that_an_earlier_token_completed_does_not_count() -> None:
@@ -196,25 +314,35 @@ def test_a_stop_that_an_earlier_token_completed_does_not_count() -> None:
         detokenizer.push(token)
         assert detokenizer.find_stop() is None
     detokenizer.push(0)
-    assert detokenizer.find_stop() == 4
+    assert detokenizer.find_stop() == (4, "ab")
 
 
 def test_a_stop_at_the_very_beginning() -> None:
     detokenizer = Detokenizer(texts_of("ab", "c"), ["a"])
     assert detokenizer.find_stop() is None  # no text yet
     detokenizer.push(0)
-    assert detokenizer.find_stop() == 0
-    assert detokenizer.truncate(0) == 0
+    assert detokenizer.find_stop() == (0, "a")
+    detokenizer.cut(0)
     assert detokenizer.text == ""
-    assert Detokenizer(texts_of("ab"), ["a"]).truncate(0) == 0
 
 
 def test_a_cut_reaches_into_text_that_was_not_read_yet() -> None:
     detokenizer = Detokenizer(texts_of("ab", "cd"))
     detokenizer.push(0)
     detokenizer.push(1)
-    assert detokenizer.truncate(3) == 1
+    detokenizer.cut(3)
     assert detokenizer.text == "abc"
+    detokenizer.flush()
+    assert detokenizer.text == "abc"
+
+
+def test_a_cut_drops_what_is_held_back() -> None:
+    detokenizer = Detokenizer(of_bytes)
+    for byte in (97, 98, 0xE2):
+        detokenizer.push(byte)
+    detokenizer.cut(1)
+    detokenizer.flush()
+    assert detokenizer.text == "a"
 
 
 def settled_by_hand(text: str, stops: list[str]) -> int:
@@ -246,6 +374,6 @@ def test_one_that_is_rebuilt_has_the_text_of_its_tokens() -> None:
     old.push(2)
     assert old.text == "d"
     new = old.rebuilt([0, 1])
-    assert (new.text, new.starts, new.find_stop()) == ("abc", [0, 1], 2)
+    assert (new.text, new.starts, new.find_stop()) == ("abc", [0, 1], (2, "c"))
     new.push(2)
     assert new.text == "abcd" and old.text == "d"

@@ -157,17 +157,42 @@ def test_max_tokens_inside_an_accepted_run(most: int) -> None:
 def test_a_stop_string_that_the_last_token_completes_is_a_stop() -> None:
     """max_tokens and the stop at once: the text is cut, and the reason is the stop."""
     one = sequence(max_tokens=3, stop="ef", logprobs=0)
-    assert updated(one, [3, 4, 5, 6]) == 1
-    assert (one.finish_reason, one.detokenizer.text, one.output) == ("stop", "d", [3])
-    assert len(one.drafted) == len(one.logprobs) == 1
+    assert updated(one, [3, 4, 5, 6]) == 3
+    assert (one.finish_reason, one.detokenizer.text, one.output) == ("stop", "d", [3, 4, 5])
+    assert len(one.drafted) == len(one.logprobs) == 3
 
 
-def test_a_stop_string_takes_back_tokens_of_an_earlier_step() -> None:
+def test_a_stop_string_takes_back_text_of_an_earlier_step() -> None:
+    """Its tokens stay: text and ids disagree in nothing but the stop string."""
     one = sequence(stop="def", logprobs=0)
     assert updated(one, [2, 3]) == 1
-    assert updated(one, [4, 5, 6]) == 0
-    assert (one.finish_reason, one.detokenizer.text, one.output) == ("stop", "c", [2])
-    assert len(one.drafted) == len(one.logprobs) == 1
+    assert updated(one, [4, 5, 6]) == 2
+    assert (one.finish_reason, one.detokenizer.text) == ("stop", "c")
+    assert one.output == [2, 3, 4, 5]
+    assert one.drafted == [True, False, True, True]
+    assert len(one.logprobs) == 4
+
+
+@pytest.mark.parametrize(
+    ("params", "reason", "text"),
+    [
+        ({"stop": ["x", "ef"]}, "ef", "d"),
+        ({"stop": ["x", "ef"], "include_stop_str_in_output": True}, "ef", "def"),
+        ({"stop_token_ids": [5]}, 5, "de"),
+        ({"stop_token_ids": [5], "include_stop_str_in_output": True}, 5, "def"),
+        ({"stop_token_ids": [END]}, None, "def"),  # the model's end token
+        ({"stop_token_ids": [END], "ignore_eos": True}, END, "def"),
+        ({}, None, "def"),
+        ({"max_tokens": 3}, None, "def"),
+    ],
+)
+def test_the_stop_reason_is_what_the_request_named(
+    params: dict[str, Any], reason: str | int | None, text: str
+) -> None:
+    one = sequence(**params)
+    updated(one, [3, 4, 5, END])
+    assert (one.stop_reason, one.detokenizer.text) == (reason, text)
+    assert one.finish_reason == ("length" if "max_tokens" in params else "stop")
 
 
 def test_an_incomplete_character_at_max_tokens_is_shown() -> None:
@@ -182,7 +207,7 @@ def test_an_incomplete_character_at_max_tokens_is_shown() -> None:
 def test_an_incomplete_character_at_max_tokens_may_complete_a_stop_string() -> None:
     one = sequence(max_tokens=2, stop="d�")
     updated(one, [3, 7, 8])
-    assert (one.finish_reason, one.detokenizer.text, one.output) == ("stop", "", [])
+    assert (one.finish_reason, one.detokenizer.text, one.output) == ("stop", "", [3, 7])
     later = sequence(max_tokens=5, stop="d�")  # not before the output has ended
     updated(later, [3, 7, 8])
     assert (later.finish_reason, later.detokenizer.text) == (None, "dé")
@@ -198,9 +223,9 @@ def test_a_stop_string_counts_from_min_tokens_on(least: int | None, reason: str 
 
 def test_a_stop_string_inside_an_accepted_run_drops_the_rest() -> None:
     one = sequence(stop=["e"], logprobs=0)
-    assert updated(one, [3, 4, 5, 6]) == 1
-    assert (one.output, one.detokenizer.text, one.drafted) == ([3], "d", [True])
-    assert len(one.logprobs) == 1
+    assert updated(one, [3, 4, 5, 6]) == 2
+    assert (one.output, one.detokenizer.text, one.drafted) == ([3, 4], "d", [True, True])
+    assert len(one.logprobs) == 2
 
 
 # ------------------------------------------------------------------------------------- who runs

@@ -36,7 +36,9 @@ def test_stop_id_inside_an_accepted_run(both: Both, output: list[int], at: int) 
     first = output.index(output[at])
     assert out.token_ids == output[: first + 1]
     assert out.text == text_of(output[:first])
-    assert out.finish_reason == "stop"
+    assert (out.finish_reason, out.stop_reason) == ("stop", output[at])
+    shown = both(stop_token_ids=[output[at]], include_stop_str_in_output=True)
+    assert (shown.text, shown.token_ids) == (text_of(out.token_ids), out.token_ids)
 
 
 def test_eos_ends_and_can_be_ignored(target: Any, both: Both, output: list[int]) -> None:
@@ -60,8 +62,9 @@ def test_stop_string_across_tokens(both: Both, output: list[int], at: int) -> No
     out = both(stop=["never", stop], logprobs=2)
     assert out.text == text[:begin]
     assert out.finish_reason == "stop"
-    # The token in which the stop begins is gone, from ids and logprobs alike.
-    assert out.token_ids == output[: text[: begin + 1].count("<") - 1]
+    assert out.stop_reason == stop
+    # All tokens up to the one that completes the stop stay, in ids and logprobs alike.
+    assert out.token_ids == output[: text[: begin + len(stop)].count("<")]
     assert out.logprobs is not None
     assert len(out.logprobs) == len(out.token_ids) == len(out.drafted)
 
@@ -76,7 +79,8 @@ def test_stop_string_waits_for_min_tokens(both: Both, output: list[int], before:
     out = both(stop=stops, min_tokens=late)
     stopping = (output[early], output[late])
     end = next(i for i in range(late - 1, LENGTH) if output[i] in stopping)
-    assert out.token_ids == output[:end]
+    assert out.token_ids == output[: end + 1]
+    assert out.text == text_of(output[:end])
 
 
 def test_bad_words_and_bias(both: Both, output: list[int]) -> None:

@@ -69,6 +69,7 @@ _KINDS = {
     "max_tokens": whole(1),
     "stop": Kind("text that is not empty, or a list of it", _stop),
     "stop_token_ids": TOKEN_IDS,
+    "include_stop_str_in_output": FLAG,
     "ignore_eos": FLAG,
     "n": whole(1, 2**14),
     "seed": whole(),
@@ -150,6 +151,7 @@ class SamplingParams(Parameters):
     max_tokens: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False  # the text ends behind the stop, not before it
     ignore_eos: bool = False
     n: int = 1  # samples of a prompt
     seed: int | None = None  # None: a fresh one, found in Completion.seed

@@ -60,6 +60,7 @@ class SequenceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     error: DraftaheadError | None = None
     # By path below the root of this step: becomes the error if the node there is reached.
     processor_errors: dict[tuple[int, ...], DraftaheadError] = field(default_factory=dict)
@@ -192,7 +193,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Completion:
-    """The finished output of one sequence: text, tokens, finish reason and stats."""
+    """The finished output of one sequence: text, tokens, finish reason and stats.
+
+    `token_ids` are all tokens up to the one that ended the output, it included: an end token, or
+    the one that completed a stop string. `text` is what the tokenizer decodes them to, without
+    special tokens, and without the end token or from the stop string on; with
+    `include_stop_str_in_output` both are part of it.
+    """
 
     text: str
     token_ids: list[int]
@@ -206,6 +213,8 @@ class Completion:
     sample: int = 0  # which of the n samples of that prompt
     error: DraftaheadError | None = None
     lossless: bool = True  # False: typical acceptance, which does not keep the distribution
+    # The stop string or the id of stop_token_ids that ended it; None for the model's end token.
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True)

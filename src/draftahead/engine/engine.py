@@ -4,6 +4,7 @@ here."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,12 +44,14 @@ class Engine:
         verifier: Verifier,
         drafter: Drafter,
         decode: Decode,
+        byte_tokens: Set[int] = frozenset(),
         *,
         exact: Exact,
         rule: AcceptanceRule,
         lossless: bool,
     ) -> None:
-        self.verifier, self.drafter, self.decode = verifier, drafter, decode
+        self.verifier, self.drafter = verifier, drafter
+        self.decode, self.byte_tokens = decode, byte_tokens
         self.rule: AcceptanceRule = rule
         self.lossless = lossless
         self.scheduler = Scheduler(verifier, exact)
@@ -202,7 +205,7 @@ class Engine:
                 sample=sample,
                 rng_key=rng_key(request.seed, sample),
                 tokens=list(request.prompt),
-                detokenizer=Detokenizer(self.decode, request.params.stop_strings),
+                detokenizer=Detokenizer(self.decode, request.params.stop_strings, self.byte_tokens),
                 stats=Stats(prompt_tokens=len(request.prompt)),
             )
             for sample in range(request.params.n)

@@ -115,7 +115,7 @@ class Scheduler:
             except BaseException:
                 _truncate(sequence, before)
                 sequence.detokenizer = sequence.detokenizer.rebuilt(sequence.output)
-                sequence.finish_reason = reason
+                sequence.finish_reason, sequence.stop_reason = reason, None
                 raise
             if b in verdict.errors and sequence.finish_reason is None:
                 sequence.error, sequence.finish_reason = verdict.errors[b], "error"
@@ -125,10 +125,13 @@ class Scheduler:
     def _append(self, sequence: SequenceState, token: int, *, drafted: bool) -> None:
         sequence.tokens.append(token)
         sequence.drafted.append(drafted)
-        if token in sequence.end_ids:
-            sequence.finish_reason = "stop"
-            return  # an end token is part of the ids, but not of the text
         params, detokenizer = sequence.params, sequence.detokenizer
+        if token in sequence.end_ids:
+            is_eos = token in sequence.request.eos_token_ids and not params.ignore_eos
+            sequence.finish_reason, sequence.stop_reason = "stop", None if is_eos else token
+            if params.include_stop_str_in_output:
+                detokenizer.push(token)
+            return  # an end token is part of the ids, but not of the text
         detokenizer.push(token)
         generated = len(sequence.drafted)
         if generated >= (params.max_tokens or 0):
@@ -136,9 +139,10 @@ class Scheduler:
             detokenizer.flush()  # an incomplete character may still complete a stop string
         if not detokenizer.stop_strings or generated < (params.min_tokens or 0):
             return
-        if (at := detokenizer.find_stop()) is not None:
-            sequence.finish_reason = "stop"
-            _truncate(sequence, detokenizer.truncate(at))
+        if (found := detokenizer.find_stop()) is not None:
+            begin, stop = found
+            sequence.finish_reason, sequence.stop_reason = "stop", stop
+            detokenizer.cut(begin + len(stop) * params.include_stop_str_in_output)
 
     def remove(self, sequence: SequenceState) -> bool:
         """Takes a sequence out; the last running one moves into its slot. Returns False if the
