@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,19 +12,17 @@ from draftahead.core.checks import choice
 from draftahead.core.detokenizer import byte_tokens, no_text
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
-from draftahead.core.types import Completion, Request, SequenceState, StreamChunk
+from draftahead.core.types import Completion, SequenceState, StreamChunk
 from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.engine.engine import Engine
-from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError
+from draftahead.errors import ConfigError, DraftaheadError
+from draftahead.inputs import Inputs, Message, Prompt, as_prompts
 from draftahead.loader import embedded, generation_config, hub
 from draftahead.loader.progress import ProgressCallback, no_progress
 from draftahead.models.verifier import Verifier
 
 NOT_LOSSLESS = "not lossless: typical acceptance, so the output does not follow the target exactly"
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]  # text, token ids, or a conversation
 
 
 class Loader:
@@ -118,6 +115,7 @@ class LLM:
             head=embedded.head_of(self.model),
             target=verifier.runner,
         )
+        self._inputs = Inputs(self.model, self.tokenizer, verifier.runner)
         self.engine = Engine(
             verifier,
             registry.build(config.drafter, context),
@@ -144,9 +142,7 @@ class LLM:
         `namespace`: requests of one namespace may draft from each other's outputs.
         """
         choice("raise", "return").of("errors", errors)
-        given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if given and isinstance(given[0], int | Mapping):
-            given = [given]  # one prompt: ids, or a conversation
+        given = as_prompts(prompts)
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
         else:
@@ -157,7 +153,9 @@ class LLM:
         try:
             for prompt, one in zip(given, params, strict=True):
                 try:
-                    request = self._request(prompt, one or SamplingParams(), namespace=namespace)
+                    request = self._inputs.request(
+                        prompt, one or SamplingParams(), namespace=namespace
+                    )
                     groups.append(self.engine.add(request))
                 except DraftaheadError as error:
                     groups.append(error)
@@ -202,7 +200,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ConfigError("stream gives one text; use generate for n of them")
-        request = self._request(prompt, params, reuse=reuse, namespace=namespace)
+        request = self._inputs.request(prompt, params, reuse=reuse, namespace=namespace)
         (sequence,) = self.engine.add(request)
         shown_tokens = shown_text = 0
         ended = False
@@ -243,108 +241,9 @@ class LLM:
         warning = [] if self.config.lossless else [NOT_LOSSLESS]
         return [*warning, *self.engine.explain()]
 
-    # ---------------------------------------------------------------------- requests, checked
-
     def encode(self, prompt: Prompt) -> list[int]:
-        """Text, ids or a conversation to the ids of a prompt."""
-        try:
-            return self._encoded(prompt)
-        except DraftaheadError:
-            raise
-        except Exception as failure:  # a template's own error, half a character, no ids at all
-            reason = f"{type(failure).__name__}: {failure}"
-            raise PromptError(f"the prompt cannot be turned into tokens: {reason}") from failure
-
-    def _encoded(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
-            if self.tokenizer is None:
-                raise ConfigError("a model without its tokenizer takes token ids; pass tokenizer=")
-            if isinstance(prompt, str):
-                return [int(i) for i in self.tokenizer(prompt).input_ids] if prompt else []
-            if getattr(self.tokenizer, "chat_template", None) is None:
-                raise ConfigError("this model has no chat template; give it plain text instead")
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in prompt],  # type: ignore[arg-type]
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-            return [int(i) for i in self.tokenizer(text, add_special_tokens=False).input_ids]
-        return [int(i) for i in prompt]  # type: ignore[arg-type]
-
-    def _request(
-        self,
-        prompt: Prompt,
-        given: SamplingParams,
-        *,
-        reuse: bool = False,
-        namespace: str | None = None,
-    ) -> Request:
-        ids = self.encode(prompt)
-        if not ids:
-            raise PromptError("the prompt is empty: give at least one token to continue from")
-        verifier = self.engine.verifier
-        vocab_size, max_context = verifier.vocab_size, verifier.max_context
-        if outside := [i for i in ids if not 0 <= i < vocab_size]:
-            raise PromptError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
-        if len(ids) >= max_context:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens and the context {max_context}: shorten it"
-                + self._larger_context_hint()
-            )
-        params = generation_config.with_model_defaults(
-            given, self.model, max_context - len(ids), has_tokenizer=self.tokenizer is not None
-        )
-        if len(ids) + (params.max_tokens or 0) > max_context:
-            raise ContextLengthError(
-                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} exceed the context "
-                f"of {max_context}: ask for at most {max_context - len(ids)}"
-                + self._larger_context_hint()
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise ConfigError("stop strings need a tokenizer; use stop_token_ids without one")
-        bad_word_ids = self._bad_word_ids(params.bad_words)
-        ids_in = {
-            "logit_bias": list(params.logit_bias or ()),
-            "stop_token_ids": list(params.stop_token_ids),
-            "bad_words": [token for word in bad_word_ids for token in word],
-        }
-        for name, tokens in ids_in.items():
-            for token in tokens:
-                if not 0 <= token < vocab_size:
-                    raise ConfigError(
-                        f"{name}: token {token} is outside the vocabulary of {vocab_size}"
-                    )
-        eos = generation_config.eos_token_ids(self.model, self.tokenizer)
-        return Request(
-            prompt=tuple(ids),
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            eos_token_ids=frozenset(i for i in eos if i < vocab_size),
-            bad_word_ids=bad_word_ids,
-            reuse=reuse,
-            namespace=namespace,
-        )
-
-    def _larger_context_hint(self) -> str:
-        runner = self.engine.verifier.runner
-        if runner.max_context < runner.model_context:
-            most = runner.model_context
-            return f", or give the cache more room with max_context (at most {most})"
-        return ""
-
-    def _bad_word_ids(self, words: Sequence[str | Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """A word is forbidden at the start of a text and after a space alike."""
-        found: list[tuple[int, ...]] = []
-        for word in words:
-            if not isinstance(word, str):
-                found.append(tuple(word))
-                continue
-            if self.tokenizer is None:
-                raise ConfigError("bad_words as text need a tokenizer; pass token ids instead")
-            for spelled in (word, " " + word):
-                ids = self.tokenizer(spelled, add_special_tokens=False).input_ids
-                found.append(tuple(int(i) for i in ids))
-        return tuple(dict.fromkeys(ids for ids in found if ids))
+        """The token ids of a prompt."""
+        return list(self._inputs.encode(prompt).ids)
 
     # ------------------------------------------------------------------------------- results
 
@@ -369,6 +268,7 @@ class LLM:
             finish_reason=sequence.finish_reason or "error",
             logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
             stats=sequence.stats,
+            prompt=sequence.request.prompt_text,
             prompt_token_ids=list(sequence.request.prompt),
             drafted=sequence.drafted,
             seed=sequence.request.seed,

@@ -58,7 +58,7 @@ def test_trees_are_laid_over_each_other(
         below = sum(guess.worth for guess in chosen if guess.parent == node)
         assert below <= confidence[node] + 1e-9
     draft = Draft.trees([9], [[(g.token, g.parent) for g in chosen]], [confidence[1:]])
-    (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(llm._request([9], GREEDY))
+    (sequence,) = LLM(zoo.tiny("llama"), "none").engine.add(llm._inputs.request([9], GREEDY))
     batch = Batch((sequence,), (99,), sampler_for([sequence], [99], zoo.VOCABULARY))
     assert validated(draft, batch, zoo.VOCABULARY).confidence is not None
 

@@ -43,7 +43,7 @@ BAD_PROMPTS: dict[str, tuple[Any, SamplingParams, type[Exception], str]] = {
         "token 1000000 is outside",
     ),
     "stops": ([1], SamplingParams(stop="x"), errors.ConfigError, "use stop_token_ids"),
-    "nothing": (None, GREEDY, errors.PromptError, "cannot be turned into tokens"),
+    "nothing": (None, GREEDY, errors.PromptError, "None of type NoneType is no prompt"),
     "words": ([1], SamplingParams(bad_words=["no"]), errors.ConfigError, "need a tokenizer"),
 }
 

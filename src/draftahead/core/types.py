@@ -35,6 +35,7 @@ class Request:
     reuse: bool = False  # start from the KV entries that an idle slot still holds of the prompt
     # Requests of one namespace may draft from each other's outputs; None: from no other request's.
     namespace: str | None = None
+    prompt_text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,8 @@ class Completion:
     lossless: bool = True  # False: typical acceptance, which does not keep the distribution
     # The stop string or the id of stop_token_ids that ended it; None for the model's end token.
     stop_reason: str | int | None = None
+    # None if token ids were given; of a conversation, the text that the chat template made.
+    prompt: str | None = None
 
 
 @dataclass(frozen=True)
