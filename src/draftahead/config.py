@@ -8,23 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from draftahead.core.checks import FLAG, TEXT, Kind, Parameters, choice, instance, whole
+from draftahead.core.checks import FLAG, NAME, TEXT, Kind, Parameters, choice, instance, whole
 from draftahead.core.types import Exact
 from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError
 from draftahead.loader.hub import DTYPES
+from draftahead.models.support import MODEL
 from draftahead.sampling.accept import AcceptanceRule
-
-
-def _model(value: Any) -> Any:
-    if isinstance(value, str | Path):
-        return value
-    if not isinstance(value, torch.nn.Module) or not isinstance(value.config, PreTrainedConfig):
-        raise TypeError
-    return value
 
 
 def _dtype(value: Any) -> str | torch.dtype:
@@ -40,10 +33,9 @@ def _device(value: Any) -> str | torch.device:
     return value
 
 
-_NAME = TEXT | instance(Path, "a path")
 _KINDS = {  # but of the drafter, which is checked when it is built
-    "model": Kind("a model of transformers, or the name or path of one", _model),
-    "tokenizer": _NAME | instance(PreTrainedTokenizerBase, "a tokenizer of transformers"),
+    "model": MODEL,
+    "tokenizer": NAME | instance(PreTrainedTokenizerBase, "a tokenizer of transformers"),
     "exact": choice("distribution", "replay"),
     "rule": choice("block", "token"),
     "lossless": FLAG,

@@ -219,6 +219,12 @@ class LLM:
             raise sequence.error
         return self._completion(0, sequence)
 
+    def __repr__(self) -> str:
+        dtype = self.config.quantize or str(self.model.dtype).removeprefix("torch.")
+        drafter = type(self.engine.drafter).__name__
+        device = self.engine.verifier.runner.device
+        return f"LLM({type(self.model).__name__}, drafter={drafter}, {dtype} on {device})"
+
     def describe(self) -> list[str]:
         """What runs: the model, the backend and why it was chosen, the drafter, the KV cache; and
         what would be faster."""

@@ -64,7 +64,7 @@ def test_first_children_of_a_tree_by_all_layers_are_the_output(
         ({"method": "early_exit", "layers": 4}, "layers must be a whole number from 1 to 3"),
         ({"method": "early_exit", "layers": 0}, "layers must be a whole number from 1 to 3"),
         ({"method": "early_exit", "adapter": "nowhere"}, "'nowhere' is no folder or file"),
-        ({"method": "early_exit", "adapter": 5}, "5 is no path of an adapter"),
+        ({"method": "early_exit", "adapter": 5}, "adapter must be a name or a path, not 5"),
         ({"method": "layer_skip", "skip": [0]}, "list of layers from 1 to 2"),
         ({"method": "layer_skip", "skip": [3]}, "list of layers from 1 to 2"),
         ({"method": "layer_skip", "skip": "12"}, "list of layers from 1 to 2"),

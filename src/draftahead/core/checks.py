@@ -7,6 +7,7 @@ import operator
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -82,13 +83,12 @@ def instance(types: type | tuple[type, ...], says: str) -> Kind:
     return Kind(says, read)
 
 
-def list_of(item: Kind, says: str) -> Kind:
+def list_of(item: Kind, says: str, at_least: int = 0, at_most: int = MAX_ITEMS) -> Kind:
     """Any collection that is no text, no bytes and no mapping, as a tuple."""
 
     def read(value: Any) -> tuple[Any, ...]:
         found = as_list(value)
-        if len(found) > MAX_ITEMS:
-            raise ValueError
+        _within(len(found), at_least, at_most)
         return tuple(map(item.read, found))
 
     return Kind(says, read)
@@ -146,6 +146,7 @@ def _function(value: Any) -> Any:
 
 
 TEXT = Kind("text that is not empty", _text)
+NAME = Kind("a name or a path", (TEXT | instance(Path, "")).read)
 FLAG = Kind("True or False", _flag)
 FUNCTION = Kind("a function", _function)
 TOKEN_IDS = list_of(whole(), "a list of token ids")

@@ -41,10 +41,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _bad_word(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return str(TEXT.read(value))
-    ids = tuple(TOKEN_IDS.read(value))
-    if not ids:
-        raise ValueError
-    return ids
+    return tuple(list_of(whole(), "", at_least=1).read(value))
 
 
 _KINDS = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
     """Counts and seconds of one sequence, or of several added up.
 
@@ -54,6 +54,13 @@ class Stats:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"Stats({self.tokens} tokens in {self.steps} steps, {self.mean_acceptance_length:.2f} "
+            f"a step, acceptance rate {self.acceptance_rate:.2f}, "
+            f"{self.tokens_per_second:.1f} tokens/s)"
+        )
 
     def add_step(
         self, depths: Sequence[int], accepted: int, num_nodes: int = 1, seconds: float = 0.0

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from draftahead.core.checks import shown
 from draftahead.core.detokenizer import Detokenizer
 from draftahead.core.draft import DeviceDraft
 from draftahead.core.sampling_params import SamplingParams
@@ -192,7 +193,7 @@ class Verdict:
     errors: dict[int, DraftaheadError] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Completion:
     """The finished output of one sequence: text, tokens, finish reason and stats.
 
@@ -218,6 +219,10 @@ class Completion:
     stop_reason: str | int | None = None
     # None if token ids were given; of a conversation, the text that the chat template made.
     prompt: str | None = None
+
+    def __repr__(self) -> str:
+        end = f"finish_reason={self.finish_reason!r}" if self.error is None else repr(self.error)
+        return f"Completion({shown(self.text)}, {len(self.token_ids)} tokens, {end})"
 
 
 @dataclass(frozen=True)

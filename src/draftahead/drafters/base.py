@@ -16,6 +16,7 @@ import torch
 
 from draftahead.control.promises import Offer
 from draftahead.core import tree
+from draftahead.core.checks import whole
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.errors import ConfigError
@@ -170,6 +171,5 @@ def positive_int(name: str, value: Any, max_value: int = 63, default: int | None
     """Checks an option of a drafter; without a value, returns the default."""
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= max_value:
-        raise ConfigError(f"{name} must be a whole number from 1 to {max_value}, not {value!r}")
-    return value
+    checked: int = whole(1, max_value).of(name, value)
+    return checked

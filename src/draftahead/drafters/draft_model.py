@@ -24,7 +24,7 @@ from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder, sampled_cha
 from draftahead.errors import ConfigError, VocabularyMismatchError
 from draftahead.kv.cache import SlotOwners
 from draftahead.models.runner import ModelRunner
-from draftahead.models.support import context_limit
+from draftahead.models.support import MODEL, context_limit
 
 UNKNOWN = -1  # a sampled token that is not on the host yet
 
@@ -48,10 +48,8 @@ class DraftModel(Drafter):
         if model is None:
             raise ConfigError("drafter 'draft_model' needs 'model': the name or path of a model")
         tokenizer = None
-        if isinstance(model, str | Path):
+        if isinstance(MODEL.of("'model' of drafter 'draft_model'", model), str | Path):
             model, tokenizer = context.load(str(model))
-        elif not hasattr(model, "config"):
-            raise ConfigError(f"drafter 'draft_model': {model!r} is no model and no name of one")
         check_vocabulary(context, tokenizer, int(model.config.get_text_config().vocab_size))
         self.runner = ModelRunner(
             model,

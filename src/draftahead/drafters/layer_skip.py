@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from draftahead.core.checks import list_of, whole
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 from draftahead.drafters.base import DrafterContext
 from draftahead.drafters.registry import register
 from draftahead.drafters.self_draft import SelfDrafter
 from draftahead.drafters.tree_builder import MAX_DEPTH
-from draftahead.errors import ConfigError
 from draftahead.models.layer_subset import LayerSubset
 from draftahead.models.runner import ModelRunner
 from draftahead.models.support import text_config
@@ -62,12 +62,8 @@ class LayerSkip(SelfDrafter):
         if skip is None:
             return
         last = self.num_layers - 1
-        are_indices = isinstance(skip, list | tuple) and all(type(index) is int for index in skip)
-        if not are_indices or not all(1 <= index <= last for index in skip):
-            raise ConfigError(
-                f"skip must be a list of layers from 1 to {last} (layer 0 stays), not {skip!r}"
-            )
-        self.layers = layers_without(self.runner.model, skip)
+        layers = list_of(whole(1, last), f"a list of layers from 1 to {last} (layer 0 stays)")
+        self.layers = layers_without(self.runner.model, layers.of("skip", skip))
 
     def propose(self, batch: Batch) -> Draft | None:
         if self.layers is None:

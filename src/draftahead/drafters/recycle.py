@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from draftahead.control.rates import Rates
 from draftahead.core import tree
+from draftahead.core.checks import FLAG, NAME
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.drafters.base import MIN_CONFIDENCE, DrafterContext
@@ -51,11 +52,12 @@ class Recycle(CandidateDrafter[Source]):
         super().__init__(num_speculative_tokens)
         self.table: Mapping[int, list[int]] = {}
         if successors is not None:
-            self.table = read_table(successors, context.vocab_size)
+            file = NAME.of("successors", successors)
+            self.table = read_table(file, context.vocab_size)
         elif context.successors is not None:
             with suppress(ConfigError):  # the model that it came with may have been changed
                 self.table = read_table(context.successors, context.vocab_size)
-        self.shared = shared
+        self.shared = FLAG.of("shared", shared)
         self.rates: Rates[Source] = Rates(
             lambda source: INITIAL_RATES[source[0]][source[1]], prior_weight=16.0, decay=0.99
         )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
+from draftahead.core.checks import Kind
 from draftahead.errors import ConfigError, UnsupportedModelError
 
 # Held to transformers' own generate, token by token, in tests/models/test_parity.py.
@@ -15,6 +18,18 @@ TESTED = frozenset(
     | {"phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
 )
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+
+def _model(value: Any) -> Any:
+    is_named = isinstance(value, str | Path)
+    if not is_named and not (
+        isinstance(value, torch.nn.Module) and isinstance(value.config, PreTrainedConfig)
+    ):
+        raise TypeError
+    return value
+
+
+MODEL = Kind("a model of transformers, or the name or path of one", _model)
 
 
 def text_config(model: Any) -> Any:

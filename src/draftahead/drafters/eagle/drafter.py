@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftahead.backends.cpu.threads import torch_single_threaded
 from draftahead.core import tree as trees
+from draftahead.core.checks import shown
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.types import Batch, ForwardOutput, Verdict
 from draftahead.drafters.base import (
@@ -162,6 +163,6 @@ def _head(model: Any, target: Any) -> EagleHead:
     if isinstance(model, str | Path):
         return io.load(model, target)
     if not isinstance(model, EagleHead):
-        raise ConfigError(f"drafter 'eagle': {model!r} is no EAGLE head and no path of one")
+        raise ConfigError(f"drafter 'eagle': {shown(model)} is no EAGLE head and no path of one")
     io.check_target(model.config, target, "this head")
     return copy.deepcopy(model)  # the runner may quantize it in place

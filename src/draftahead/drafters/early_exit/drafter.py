@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from draftahead.core.checks import NAME
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
 from draftahead.drafters.base import DrafterContext, positive_int
@@ -33,10 +34,8 @@ class EarlyExit(SelfDrafter):
         num_speculative_tokens: int | None = None,
     ) -> None:
         super().__init__(context, "early_exit", num_speculative_tokens)
-        if adapter is not None and not isinstance(adapter, str | Path):
-            raise ConfigError(f"drafter 'early_exit': {adapter!r} is no path of an adapter")
         model = self.runner.model
-        loaded = None if adapter is None else io.load(adapter, model)
+        loaded = None if adapter is None else io.load(NAME.of("adapter", adapter), model)
         default = max(1, round(self.num_layers / 3)) if loaded is None else loaded.config.num_layers
         count = positive_int("layers", layers, self.num_layers, default)
         if loaded is not None and count != default:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from draftahead.backends.cpu.linear import SmallBatchLinears
 from draftahead.backends.cpu.threads import torch_single_threaded
+from draftahead.core.checks import shown
 from draftahead.core.device import small_tensor
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch
@@ -69,9 +71,10 @@ class Medusa(Drafter):
         self.count: int | None = None  # tokens of a chain that is sampled
         if num_speculative_tokens is not None:
             self.count = positive_int("num_speculative_tokens", num_speculative_tokens, len(heads))
-        self.max_nodes = positive_int("tree", tree) if isinstance(tree, int) else DEFAULT_TREE_NODES
+        is_size = isinstance(tree, Integral)
+        self.max_nodes = positive_int("tree", tree) if is_size else DEFAULT_TREE_NODES
         self.choices = list(heads.choices) if tree is None else []
-        if tree is not None and not isinstance(tree, int):
+        if tree is not None and not is_size:
             self.choices = validated_choices("tree", tree, len(heads))
         self.num_candidates = 1 + max(
             (max(choice) for choice in self.choices), default=CANDIDATES_PER_HEAD - 1
@@ -151,7 +154,9 @@ def _heads(model: Any, target: Any) -> MedusaHeads:
     if isinstance(model, str | Path):
         return io.load(model, target)
     if not isinstance(model, MedusaHeads):
-        raise ConfigError(f"drafter 'medusa': {model!r} is no Medusa heads and no path of them")
+        raise ConfigError(
+            f"drafter 'medusa': {shown(model)} is no Medusa heads and no path of them"
+        )
     hidden_size = int(text_config(target).hidden_size)
     if model.hidden_size != hidden_size:
         raise ConfigError(

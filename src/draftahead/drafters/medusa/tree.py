@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from draftahead.core import tree
+from draftahead.core.checks import list_of, whole
 from draftahead.core.tree import MAX_NODES
 from draftahead.errors import ConfigError
 
@@ -56,15 +57,10 @@ def fixed_tree(choices: Sequence[Choice], probs: Sequence[Sequence[float]]) -> l
 
 def validated_choices(name: str, choices: Any, num_heads: int) -> list[Choice]:
     """Choices as in Medusa's `medusa_choices`, checked, parents first. `name`: for the errors."""
-    given: list[Any] = list(choices) if isinstance(choices, list | tuple) else []
-    are_lists = all(isinstance(path, list | tuple) and path for path in given)
-    are_indices = are_lists and all(type(i) is int and i >= 0 for path in given for i in path)
-    if not are_indices or not 1 <= len(given) < MAX_NODES:
-        raise ConfigError(
-            f"{name} must be a list of 1 to {MAX_NODES - 1} paths of candidates, as "
-            "[[0], [1], [0, 0]]"
-        )
-    paths = sorted({tuple(path) for path in given}, key=lambda path: (len(path), path))
+    says = f"a list of 1 to {MAX_NODES - 1} paths of candidates, as [[0], [1], [0, 0]]"
+    path_kind = list_of(whole(0), "", at_least=1)
+    given = list_of(path_kind, says, at_least=1, at_most=MAX_NODES - 1).of(name, choices)
+    paths = sorted(set(given), key=lambda path: (len(path), path))
     if len(paths[-1]) > num_heads:
         raise ConfigError(
             f"{name} is {len(paths[-1])} deep, and there are {num_heads} Medusa heads"

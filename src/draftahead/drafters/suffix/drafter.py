@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from draftahead.core.checks import whole
 from draftahead.core.draft import Draft
 from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
 from draftahead.drafters.base import DrafterContext
@@ -68,8 +69,7 @@ class Suffix(CandidateDrafter[Match]):
         shared_tokens: int = 0,
     ) -> None:
         super().__init__(num_speculative_tokens)
-        if not isinstance(shared_tokens, int) or shared_tokens < 0:
-            raise ConfigError(f"shared_tokens must be 0 (off) or more, not {shared_tokens!r}")
+        shared_tokens = whole(0, note="0 is off").of("shared_tokens", shared_tokens)
         self.vocab_size = context.vocab_size
         self.corpus = SharedCorpus(shared_tokens) if shared_tokens else None
         self.rates = MatchRates()
