@@ -36,7 +36,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("temperature", True, TEMPERATURE),
     ("temperature", np.True_, TEMPERATURE),
     ("temperature", torch.tensor(1.0), TEMPERATURE),
-    ("temperature", np.array([[1.0, 2.0], [3.0, 4.0]]), TEMPERATURE + ", not array.*]]"),
+    (
+        "temperature",
+        np.array([[1.0, 2.0], [3.0, 4.0]]),
+        TEMPERATURE + r", not array\(\[\[1., 2.\], \[3., 4.\]\]\)$",
+    ),
     ("top_p", 0, "top_p must be a number from 1e-06 to 1, not 0$"),
     ("top_p", 5e-324, "top_p must be"),
     ("top_p", 1.5, "top_p must be"),

@@ -11,7 +11,7 @@ from draftahead import LLM, Completion, Stats
 def test_a_completion_shows_its_text_and_its_end(both: Callable[..., Completion]) -> None:
     out = both(max_tokens=3)
     assert repr(out) == f"Completion({out.text!r}, 3 tokens, finish_reason='length')"
-    assert len(repr(both(max_tokens=40))) < 100
+    assert len(repr(both(max_tokens=40))) < 130
 
 
 def test_a_failed_completion_shows_why(plain: LLM) -> None:
@@ -30,6 +30,4 @@ def test_stats_show_the_figures_that_matter() -> None:
 def test_an_llm_shows_what_runs() -> None:
     llm = LLM(zoo.tiny("llama"), "lookup")
     assert repr(llm) == "LLM(LlamaForCausalLM, drafter=Lookup, float64 on cpu)"
-    assert (
-        repr(llm.config) == "LLMConfig(model=LlamaForCausalLM(... bias=False) ), drafter='lookup')"
-    )
+    assert repr(llm.config) == "LLMConfig(model=<LlamaForCausalLM>, drafter='lookup')"

@@ -190,9 +190,19 @@ class Parameters:
         return f"{type(self).__name__}({', '.join(found)})"
 
 
+class _ShortRepr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 60
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        found = super().repr_instance(x, level)
+        return f"<{type(x).__name__}>" if "..." in found else found
+
+
 def shown(value: Any) -> str:
     """A value in an error: one short line, whatever it is."""
     try:
-        return " ".join(reprlib.repr(value).split())
+        return " ".join(_ShortRepr().repr(value).split())
     except Exception:  # a number of 5,000 digits, an object that cannot be shown
         return f"this {type(value).__name__}"
