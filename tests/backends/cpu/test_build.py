@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,66 @@ def test_the_mirrors_reject_fields_that_they_do_not_have(struct: Callable[..., A
         struct(no_such_field=1)
 
 
+# ------------------------------------------------------------------------- the file in the cache
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut short": lambda content: content[:-1],
+    "half": lambda content: content[: len(content) // 2],
+    "a bit flipped": lambda content: content[:3000] + bytes([content[3000] ^ 4]) + content[3001:],
+}
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_library_is_never_loaded_and_is_compiled_again(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_library(tmp_path, monkeypatch, HEADER)
+    assert build.library() is not None
+    assert not caplog.records
+    (file,) = (tmp_path / "kernels").iterdir()
+    content = file.read_bytes()
+    file.unlink()  # not overwritten: this process has the old file mapped
+    file.write_bytes(DAMAGE[damage](content))
+    loaded: list[bytes] = []
+    load = build.ctypes.CDLL
+
+    def note(name: str) -> Any:
+        loaded.append(Path(name).read_bytes())
+        return load(name)
+
+    monkeypatch.setattr("ctypes.CDLL", note)
+    build.reload()
+    assert build.library() is not None
+    assert loaded == [content]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file} is damaged: the kernels are compiled again"
+    ]
+    assert [one.read_bytes() for one in (tmp_path / "kernels").iterdir()] == [content]
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_processes_that_compile_at_once_get_whole_libraries_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_library(tmp_path, monkeypatch, HEADER)
+    folder = tmp_path / "kernels"
+    abandoned, recent = folder / "building-abandoned", folder / "building-recent"
+    for building in (abandoned, recent):
+        building.mkdir(parents=True)
+        (building / "kernels.o").write_bytes(b"half of it")
+    os.utime(abandoned, (time.time() - 3600, time.time() - 3600))
+    compiler = build._compiler()
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: build._library_file(compiler), range(2))
+    assert one == other
+    assert sorted(folder.iterdir()) == sorted([one, recent])
+    assert build.library() is not None
+
+
 # -------------------------------------------------------------------------- without a library
 
 
@@ -177,16 +239,56 @@ def test_switched_off_everything_still_works(monkeypatch: pytest.MonkeyPatch) ->
         quantize_model(model)
 
 
+# Compilers, as scripts of a shell, and the problem that is named.
+BROKEN_COMPILERS = {
+    "fails": ("echo 'no space left' >&2; exit 1", "failed: no space left"),
+    "fails without a word": ("exit 1", "failed: Command .* returned non-zero exit status 1"),
+    "crashes": ("kill -SEGV $$", "failed: Command .* died with <Signals.SIGSEGV"),
+    "hangs": ("exec sleep 60", "did not finish within 0.3 seconds"),
+    "waits for input": ("read line; exit 1", "failed"),
+    "writes nothing": ("exit 0", "cannot be compiled: .*No such file.*kernels.so"),
+    "writes no library": (
+        'for last; do :; done; echo "not ELF" > "$last"',
+        "do not load: .*kernels/.*[.]so: ",
+    ),
+}
+
+
 @pytest.mark.usefixtures("reloading")
-@pytest.mark.parametrize(
-    ("compiler", "message"), [("/nowhere/g++", "do not load|No such file"), ("false", "failed")]
-)
-def test_a_broken_compiler_is_named(
-    compiler: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("kind", BROKEN_COMPILERS)
+def test_a_broken_compiler_is_named_and_the_model_runs(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CXX", compiler)
+    script, message = BROKEN_COMPILERS[kind]
+    compiler = tmp_path / "a compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setenv("CXX", f"'{compiler}' --option")
     monkeypatch.setenv("DRAFTAHEAD_CACHE", str(tmp_path))
     assert build.library() is None
     assert re.search(message, build.problem() or "")
     assert not build.is_without_compiler()
     assert not runner_of(llama_shaped("llama")).batch_invariant
+
+
+@pytest.mark.usefixtures("reloading")
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("CXX", "/nowhere/g++", "cannot be compiled: .*No such file.*nowhere"),
+        ("CXX", "g++ '", "cannot be compiled: No closing quotation"),
+        ("DRAFTAHEAD_KERNEL_FLAGS", "'", "cannot be compiled: No closing quotation"),
+        ("DRAFTAHEAD_KERNEL_FLAGS", "-no-such-flag", "failed: .*-no-such-flag"),
+        # A file: nothing can be written below it.
+        ("DRAFTAHEAD_CACHE", __file__, "cannot be compiled: .*Not a directory"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DRAFTAHEAD_CACHE", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    assert build.library() is None
+    assert re.search(message, build.problem() or "")
+    assert not build.is_without_compiler()
