@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftahead.core.types import ForwardOutput
@@ -83,6 +83,16 @@ def require(holds: bool, reason: str, faster: str | None = None) -> None:
         raise UnsupportedSpecError(reason, faster)
 
 
-def kernels_can_read(weight: Tensor, dtype: torch.dtype, device: str) -> bool:
-    """Whether kernels can read a tensor by its address."""
-    return weight.dtype == dtype and weight.is_contiguous() and weight.device.type == device
+def kernels_can_read(tensor: Any, dtype: torch.dtype, device: str) -> bool:
+    """Whether kernels can read a tensor by its address: all of its numbers lie there, as they are
+    and one behind the other. A subclass may hold them in other tensors, and quantized."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.dtype == dtype
+        and tensor.device.type == device
+        and tensor.is_contiguous()
+        and not tensor.is_neg()  # of a lazily negated tensor, memory holds the opposite
+        and (tensor.storage_offset() + tensor.numel()) * dtype.itemsize
+        <= tensor.untyped_storage().nbytes()  # a storage may have been freed
+    )

@@ -57,6 +57,7 @@ class LlamaSpec:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+    first_input_size: int  # of the first layer's attention: hidden_size, or an EAGLE head's own
     intermediate_size: int
     activation: int  # SILU or GELU_TANH
 
@@ -95,6 +96,7 @@ def llama_spec_of(
         num_kv_heads=linears["k"].out_features // head_dim,
         head_dim=head_dim,
         hidden_size=linears["q"].in_features,
+        first_input_size=linears["q"].in_features,
         intermediate_size=linears["gate"].out_features,
         activation=_activation(body),
     )

@@ -149,7 +149,7 @@ class CudaDevice(Device):
         return values.pin_memory()
 
     def small_tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
-        host = torch.tensor(values, dtype=dtype).pin_memory()
+        host = torch.tensor(values, dtype=dtype, device="cpu").pin_memory()
         return host.to(self.device, non_blocking=True)
 
     def event(self, *, timing: bool = False) -> Event:
@@ -249,10 +249,15 @@ def small_tensor(values: Any, dtype: torch.dtype, device: torch.device | str) ->
     return device_of(torch.device(device)).small_tensor(values, dtype)
 
 
+def host_ints(values: Any) -> Tensor:
+    """int64 on the CPU, whatever torch's default device is; also of empty lists."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
 def padded(rows: Sequence[list[int]]) -> Tensor:
     """Rows of different lengths as one tensor, filled up with zeros."""
     width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    return host_ints([row + [0] * (width - len(row)) for row in rows])
 
 
 def last_of(values: Tensor, rows: Sequence[list[int]]) -> Tensor:

@@ -19,7 +19,7 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 PANEL, CHUNK, TOPK, MAX_CHILDREN = 48, 64, 4, 16
 INPUT_NORMS = ("none", "each", "all")  # enum InputNorm
 CONSTANTS = {
-    "ABI_VERSION": 1,
+    "ABI_VERSION": 2,
     "PANEL": PANEL,
     "CHUNK": CHUNK,
     "TOPK": TOPK,
@@ -87,7 +87,9 @@ class Model(Struct):
         ("num_heads", INT),
         ("num_kv_heads", INT),
         ("head_dim", INT),
+        ("first_input_size", INT),
         ("intermediate_size", INT),
+        ("num_slots", INT),
         ("num_entries", INT),
         ("activation", INT),
         ("final_norm", POINTER),
@@ -127,6 +129,7 @@ class HeadInputs(Struct):
     __slots__ = ()
     _fields_ = (
         ("hidden", POINTER),
+        ("num_slots", INT),
         ("num_entries", INT),
         ("entry_stride", INT),
         ("num_hidden", INT),
@@ -154,6 +157,7 @@ class TreeArgs(Struct):
         ("max_depths", POINTER),
         ("draft_to_target", POINTER),
         ("embeddings", POINTER),
+        ("num_embeddings", INT),
         ("embed_norm", POINTER),
         ("hidden_norm", POINTER),
         ("norm_before_residual", INT),
@@ -166,6 +170,7 @@ class TreeArgs(Struct):
         ("tokens", POINTER),
         ("parents", POINTER),
         ("confidence", POINTER),
+        ("levels", INT),
         ("inputs_seconds", ctypes.c_double),
     )
 
@@ -185,8 +190,8 @@ STRUCTS: tuple[type[Struct], ...] = (
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "draftahead_abi": (ctypes.c_char_p, []),
     "draftahead_scratch_size": (INT, [POINTER, INT, INT]),
-    "draftahead_forward": (None, [POINTER, POINTER, INT]),
-    "draftahead_build_trees": (INT, [POINTER, POINTER, INT]),
+    "draftahead_forward": (ctypes.c_char_p, [POINTER, POINTER, INT]),
+    "draftahead_build_trees": (ctypes.c_char_p, [POINTER, POINTER, INT]),
     "draftahead_linear": (
         None,
         [POINTER, POINTER, INT, POINTER, INT, POINTER, POINTER, POINTER],

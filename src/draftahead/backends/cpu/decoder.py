@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftahead.backends.base import CacheSlice, DeviceTree
 from draftahead.backends.cpu import abi
+from draftahead.backends.cpu.addresses import Addresses
 from draftahead.backends.cpu.kernels import (
     NODES_PER_CALL,
     AuxHidden,
@@ -28,6 +29,7 @@ from draftahead.backends.cpu.linear import weights_of
 from draftahead.backends.cpu.lower_layers import LowerLayerCache
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
+from draftahead.core.device import host_ints
 from draftahead.core.types import ForwardOutput
 from draftahead.kv.cache import KVCache
 
@@ -41,11 +43,12 @@ class CpuDecoder:
     supports_device_drafts = False
 
     def __init__(self, spec: LlamaSpec, cache: KVCache) -> None:
-        self._kernels, self._layers, self._model = bind(spec, cache)
+        self._kernels, self._addresses, self._layers, self._model = bind(spec, cache)
         self._spec, self._cache = spec, cache
+        _require_plain_inputs(spec)
         # int8: quantizing the next layer's input enlarges differences in the last bits.
         self.tolerance = 0.05 if self._model.lm_head.scales else 1e-3
-        self._aux_layers = torch.empty(0, dtype=torch.int64)
+        self._aux_layers: tuple[int, ...] = ()
         # Hidden states of the last draft by the first layers of this model.
         self._lower_layers: LowerLayerCache | None = None
         # Of a layer subset: the decoder of all layers, and n if the subset is layers 0..n-1, or 0.
@@ -63,16 +66,19 @@ class CpuDecoder:
         subset._model = self._layer_range(0, len(layers))
         subset._model.layers = ctypes.addressof(subset._layers)
         if lm_head is not None:
-            subset._model.lm_head = weights_of(lm_head)
+            subset._addresses, size = Addresses(), self._model.hidden_size
+            subset._model.lm_head = weights_of(
+                lm_head, subset._addresses, "lm_head", in_features=size
+            )
         subset._exit_transform = exit_transform
-        subset._aux_layers = torch.empty(0, dtype=torch.int64)
+        subset._aux_layers = ()
         subset._all_layers = self
         is_first_layers = tuple(layers) == tuple(range(len(layers)))
         subset._num_first_layers = len(layers) if is_first_layers else 0
         return subset
 
     def set_aux_layers(self, aux_layers: tuple[int, ...]) -> None:
-        self._aux_layers = torch.tensor(aux_layers, dtype=torch.int64)
+        self._aux_layers = aux_layers
 
     def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
         return num_nodes <= tree.MAX_NODES
@@ -87,13 +93,14 @@ class CpuDecoder:
         with_logits: bool = True,
     ) -> ForwardOutput:
         """Nodes [B, N] -> logits [B, N, V], or [B, N, 0] without logits. See Backend.forward."""
-        assert not isinstance(parents, DeviceTree)
+        if isinstance(parents, DeviceTree):
+            raise TypeError("trees on a device have no place in a forward on the CPU")
         num_sequences, num_nodes = tokens.shape
         all_layers = self._all_layers or self
         # Any forward may overwrite the KV entries of an earlier draft.
         lower, all_layers._lower_layers = all_layers._lower_layers, None
         hidden = self._spec.embed(tokens).contiguous()
-        nodes = self._nodes(hidden, torch.tensor(num_cached), parents, cache_slice)
+        nodes = self._nodes(hidden, host_ints(num_cached), parents, cache_slice)
         vocab_size = self._model.lm_head.out_features if with_logits else 0
         outputs = Outputs.empty(num_sequences, num_nodes, vocab_size)
         aux = self._empty_aux_hidden(num_sequences, num_nodes)
@@ -114,7 +121,7 @@ class CpuDecoder:
         if self._num_first_layers and lower is not None:
             all_layers._lower_layers = lower.with_nodes(tokens.tolist(), parents, hidden)
         if aux is not None:
-            entries = nodes.num_cached[:, None] + torch.arange(num_nodes)
+            entries = nodes.num_cached[:, None] + torch.arange(num_nodes, device="cpu")
             self._cache.store_hidden(aux.hidden, first_slot, entries)
         if not with_logits:
             return ForwardOutput(outputs.logits)
@@ -128,18 +135,17 @@ class CpuDecoder:
         cache_slice: CacheSlice,
     ) -> CpuAttentionMetadata:
         if parents is None:  # chains: every earlier node is an ancestor
-            index = torch.arange(hidden.shape[1])
+            index = torch.arange(hidden.shape[1], device="cpu")
             depths = index.repeat(len(hidden), 1)
             ancestors = (1 << index).cumsum(0).repeat(len(hidden), 1)
         else:
-            depths = torch.tensor([tree.depths(one) for one in parents])
-            ancestors = torch.tensor([tree.ancestor_bits(one) for one in parents])
+            depths = host_ints([tree.depths(one) for one in parents])
+            ancestors = host_ints([tree.ancestor_bits(one) for one in parents])
         positions = (num_cached[:, None] + depths).clamp(max=cache_slice.last_position)
         cos, sin = (
             angles.expand(len(hidden), -1, -1).contiguous()
             for angles in self._spec.rotary(hidden, positions)
         )
-        assert cos.shape[-1] == self._model.head_dim
         return CpuAttentionMetadata(
             first_slot=cache_slice.first_slot,
             num_context_tokens=cache_slice.num_context_tokens,
@@ -152,16 +158,16 @@ class CpuDecoder:
 
     def _empty_aux_hidden(self, num_sequences: int, num_nodes: int) -> AuxHidden | None:
         layers = self._aux_layers
-        if not len(layers):
+        if not layers:
             return None
         size = (num_sequences, num_nodes, len(layers), self._spec.hidden_size)
-        return AuxHidden(layers, torch.empty(size))
+        return AuxHidden(host_ints(layers), torch.empty(size, dtype=torch.float32, device="cpu"))
 
     def _may_skip_lower_layers(self, cache_slice: CacheSlice, with_logits: bool) -> bool:
         """Whether a forward verifies a draft by all layers and may skip the lower ones: its root is
         the only context token, and it stores no hidden states."""
         is_verification = with_logits and cache_slice.num_context_tokens == 1
-        return is_verification and self._all_layers is None and not len(self._aux_layers)
+        return is_verification and self._all_layers is None and not self._aux_layers
 
     def _layer_range(self, first: int, count: int) -> abi.Model:
         """The model with layers [first, first + count) only."""
@@ -185,9 +191,9 @@ class CpuDecoder:
         order = [
             sorted(range(len(one)), key=[index != -1 for index in one].__getitem__) for one in found
         ]
-        tree_nodes = torch.tensor(order)[:, :num_missing].contiguous()
-        sequences = torch.arange(len(found))[:, None]
-        hidden = lower.hidden[sequences, torch.tensor(found).clamp(min=0)]
+        tree_nodes = host_ints(order)[:, :num_missing].contiguous()
+        sequences = torch.arange(len(found), device="cpu")[:, None]
+        hidden = lower.hidden[sequences, host_ints(found).clamp(min=0)]
         if num_missing:
             missing = embedded[sequences, tree_nodes]
             lower_layers = self._layer_range(0, lower.num_layers)
@@ -218,6 +224,16 @@ class CpuDecoder:
                 self._kernels.forward(
                     self._layer_range(0, 0), transformed, some_nodes, some_outputs
                 )
+
+
+@torch.inference_mode()
+def _require_plain_inputs(spec: LlamaSpec) -> None:
+    """That the model's own modules give embeddings and rotary angles as the kernels read them."""
+    hidden = spec.embed(host_ints([[0, 0]]))
+    addresses = Addresses()
+    addresses.of("an embedding", hidden.contiguous(), 1, 2, spec.hidden_size)
+    for angles in spec.rotary(hidden, host_ints([[0, 1]])):
+        addresses.of("a rotary embedding", angles.contiguous(), 1, 2, spec.head_dim)
 
 
 def _moves(found: list[list[int]], first_slot: int) -> list[tuple[int, int, int]]:

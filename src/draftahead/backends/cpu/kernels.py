@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftahead.backends.base import UnsupportedSpecError, kernels_can_read, require
+from draftahead.backends.base import UnsupportedSpecError, require
 from draftahead.backends.cpu import abi, build
-from draftahead.backends.cpu.linear import is_supported, weights_of
+from draftahead.backends.cpu.addresses import Addresses, address
+from draftahead.backends.cpu.linear import weights_of
 from draftahead.backends.cpu.threads import num_threads
-from draftahead.backends.llama_spec import LayerSpec, LlamaSpec
+from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core.device import device_of
+from draftahead.errors import UnsupportedModelError
 from draftahead.kv.cache import KVCache
 
+MAX_HEAD_DIM = 4096  # TILE_FLOATS in csrc/attention.h: a tile holds at least one key
 NODES_PER_CALL = 64  # of all sequences: the activations of more would not fit into the CPU's caches
 
 
@@ -46,7 +49,7 @@ class CpuAttentionMetadata(NamedTuple):
 
     def select(self, tree_nodes: Tensor) -> CpuAttentionMetadata:
         """A part of the nodes of whole trees: indices [B, M]."""
-        sequences = torch.arange(len(tree_nodes))[:, None]
+        sequences = torch.arange(len(tree_nodes), device="cpu")[:, None]
         return self._replace(
             cos=self.cos[sequences, tree_nodes],
             sin=self.sin[sequences, tree_nodes],
@@ -62,9 +65,10 @@ class Outputs(NamedTuple):
 
     @staticmethod
     def empty(num_sequences: int, num_nodes: int, vocab_size: int) -> Outputs:
+        nodes = num_sequences, num_nodes
         return Outputs(
-            torch.empty(num_sequences, num_nodes, vocab_size),
-            torch.empty(num_sequences, num_nodes, abi.TOPK, dtype=torch.int64),
+            torch.empty(*nodes, vocab_size, dtype=torch.float32, device="cpu"),
+            torch.empty(*nodes, abi.TOPK, dtype=torch.int64, device="cpu"),
         )
 
     def of_sequences(self, part: slice) -> Outputs:
@@ -86,7 +90,7 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def forward(
         self,
@@ -102,77 +106,86 @@ class Kernels:
         """Runs the layers over `hidden` [B, N, H], in place, and the LM head if there are `outputs`
         to fill. `first_input`: what the first layer's attention reads in place of normed `hidden`.
         `kv_only`: stops once the last layer's keys and values are stored."""
-        num_sequences, num_nodes = hidden.shape[:2]
+        b, n = hidden.shape[:2]
+        h, d, tree_size = model.hidden_size, model.head_dim, nodes.depths.shape[-1]
         threads, pointer = num_threads(), ctypes.byref(model)
-        needed = self.library.draftahead_scratch_size(pointer, num_sequences * num_nodes, threads)
-        if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
-        logits, topk = outputs or (None, None)
-        aux_layers, aux_hidden = aux or (None, None)
+        needed = self.library.draftahead_scratch_size(pointer, b * n, threads)
+        scratch = self._scratch  # kept: another thread may replace it
+        if scratch.numel() < needed:
+            scratch = self._scratch = torch.empty(needed, dtype=torch.float32, device="cpu")
+        tree_nodes, int64 = nodes.tree_nodes, torch.int64
         args = abi.ForwardArgs(
-            num_sequences=num_sequences,
-            num_nodes=num_nodes,
+            num_sequences=b,
+            num_nodes=n,
             first_slot=nodes.first_slot,
             num_context_tokens=nodes.num_context_tokens,
-            num_cached=_address(nodes.num_cached),
-            tree_size=nodes.depths.shape[1],
-            tree_nodes=_address(nodes.tree_nodes),
-            depths=_address(nodes.depths),
-            ancestors=_address(nodes.ancestors),
-            cos=_address(nodes.cos),
-            sin=_address(nodes.sin),
-            first_input=_address(first_input),
+            num_cached=address("num_cached", nodes.num_cached, b, dtype=int64),
+            tree_size=tree_size,
+            depths=address("depths", nodes.depths, b, tree_size, dtype=torch.int32),
+            ancestors=address("ancestors", nodes.ancestors, b, tree_size, dtype=int64),
+            cos=address("cos", nodes.cos, b, n, d),
+            sin=address("sin", nodes.sin, b, n, d),
             kv_only=kv_only,
-            hidden=_address(hidden),
-            logits=_address(logits),
-            num_aux_layers=0 if aux_layers is None else len(aux_layers),
-            aux_layers=_address(aux_layers),
-            aux_hidden=_address(aux_hidden),
-            topk=_address(topk),
-            scratch=_address(self._scratch),
+            hidden=address("hidden states", hidden, b, n, h),
+            scratch=scratch.data_ptr(),
         )
-        self.library.draftahead_forward(pointer, ctypes.byref(args), threads)
+        if tree_nodes is not None:
+            args.tree_nodes = address("tree_nodes", tree_nodes, b, n, dtype=int64)
+        if first_input is not None:
+            args.first_input = address("first_input", first_input, b, n, model.first_input_size)
+        if outputs is not None:
+            args.logits = address("logits", outputs.logits, b, n, model.lm_head.out_features)
+            args.topk = address("topk", outputs.topk, b, n, abi.TOPK, dtype=int64)
+        if aux is not None:
+            args.num_aux_layers = w = len(aux.layers)
+            args.aux_layers = address("aux_layers", aux.layers, w, dtype=int64)
+            args.aux_hidden = address("aux_hidden", aux.hidden, b, n, w, h)
+        require_valid(self.library.draftahead_forward(pointer, ctypes.byref(args), threads))
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    assert tensor is None or tensor.is_contiguous()
-    return None if tensor is None else tensor.data_ptr()
+def require_valid(problem: bytes | None) -> None:
+    """Raises what the kernels refuse about the sizes of a call: they have done nothing."""
+    if problem is not None:
+        raise UnsupportedModelError(f"the CPU kernels refuse a forward: {problem.decode()}")
 
 
 class Binding(NamedTuple):
     """A model and a KV cache as the kernels take them."""
 
     kernels: Kernels
+    addresses: Addresses  # keeps the tensors alive
     layers: Any  # ctypes array of abi.DecoderLayer; `model` holds its address
     model: abi.Model
 
 
 def bind(spec: LlamaSpec, cache: KVCache) -> Binding:
-    """`spec` and `cache` must outlive what is returned: it holds addresses of their tensors. Raises
-    UnsupportedSpecError with the reason if the kernels do not support them."""
+    """Raises UnsupportedSpecError with the reason if the kernels do not support them."""
     library = build.library()
     if library is None:
         how = "install a C++ compiler (g++ or clang++)" if build.is_without_compiler() else None
         raise UnsupportedSpecError(str(build.problem()), faster=how)
     _require_supported(spec, cache)
+    addresses, size = Addresses(), spec.hidden_size
     layers = (abi.DecoderLayer * len(spec.layers))(
-        *(_layer(one, cache.keys[i], cache.values[i]) for i, one in enumerate(spec.layers))
+        *(_layer(addresses, spec, cache, i) for i in range(len(spec.layers)))
     )
     model = abi.Model(
         layers=ctypes.addressof(layers),
         num_layers=len(spec.layers),
-        hidden_size=spec.hidden_size,
+        hidden_size=size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
+        first_input_size=spec.first_input_size,
         intermediate_size=spec.intermediate_size,
+        num_slots=cache.num_slots,
         num_entries=cache.num_entries,
         activation=spec.activation,
-        final_norm=_norm(spec.final_norm),
-        lm_head=weights_of(spec.lm_head),
+        final_norm=addresses.of("the final norm", spec.final_norm, size),
+        lm_head=weights_of(spec.lm_head, addresses, "lm_head", in_features=size),
         norm_eps=spec.norm_eps,
     )
-    return Binding(Kernels(library), layers, model)
+    return Binding(Kernels(library), addresses, layers, model)
 
 
 def _require_supported(spec: LlamaSpec, cache: KVCache) -> None:
@@ -186,27 +199,40 @@ def _require_supported(spec: LlamaSpec, cache: KVCache) -> None:
     for name in ("head_dim", "intermediate_size"):
         size = getattr(spec, name)
         require(size % 16 == 0, f"{name} {size} is not a multiple of 16")
-    linears = [("lm_head", spec.lm_head)]
-    linears += [(name, linear) for layer in spec.layers for name, linear in layer.linears.items()]
-    for name, linear in linears:
-        require(is_supported(linear), f"{name} is no float32 nn.Linear and no Int8Linear")
+    require(spec.head_dim <= MAX_HEAD_DIM, f"head_dim {spec.head_dim} exceeds {MAX_HEAD_DIM}")
+    heads = spec.num_heads, spec.num_kv_heads
+    grouped = min(heads) > 0 and heads[0] % heads[1] == 0
+    require(grouped, "{} query heads are no multiple of {} KV heads".format(*heads))
+    num_layers = len(spec.layers), len(cache.keys), len(cache.values)
+    require(len(set(num_layers)) == 1, "{} layers have {} keys and {} values".format(*num_layers))
 
 
-def _layer(layer: LayerSpec, keys: Tensor, values: Tensor) -> abi.DecoderLayer:
+def _layer(addresses: Addresses, spec: LlamaSpec, cache: KVCache, i: int) -> abi.DecoderLayer:
+    layer, hidden_size, head_dim = spec.layers[i], spec.hidden_size, spec.head_dim
+    q_size, kv_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
+    input_size = hidden_size if i else spec.first_input_size
+    sizes = {
+        "q": (q_size, input_size),
+        "k": (kv_size, input_size),
+        "v": (kv_size, input_size),
+        "o": (hidden_size, q_size),
+        "gate": (spec.intermediate_size, hidden_size),
+        "up": (spec.intermediate_size, hidden_size),
+        "down": (hidden_size, spec.intermediate_size),
+    }
+    kv_shape = (cache.num_slots, spec.num_kv_heads, cache.num_entries, head_dim)
+    norms = {
+        "input_norm": hidden_size,
+        "post_attention_norm": hidden_size,
+        "q_norm": head_dim,
+        "k_norm": head_dim,
+    }
+    weights = {name: getattr(layer, name) for name in norms}
     return abi.DecoderLayer(
-        **{name: weights_of(linear) for name, linear in layer.linears.items()},
-        input_norm=_norm(layer.input_norm),
-        post_attention_norm=_norm(layer.post_attention_norm),
-        q_norm=None if layer.q_norm is None else _norm(layer.q_norm),
-        k_norm=None if layer.k_norm is None else _norm(layer.k_norm),
-        keys=keys.data_ptr(),
-        values=values.data_ptr(),
+        **{n: weights_of(layer.linears[n], addresses, n, *size) for n, size in sizes.items()},
+        **{n: addresses.of(n, w, norms[n]) for n, w in weights.items() if w is not None},
+        keys=addresses.of("keys", cache.keys[i], *kv_shape),
+        values=addresses.of("values", cache.values[i], *kv_shape),
         sliding_window=layer.sliding_window,
         scaling=layer.scaling,
     )
-
-
-def _norm(weight: Tensor) -> int:
-    readable = kernels_can_read(weight, torch.float32, "cpu")
-    require(readable, "a norm's weight is not in float32 on the CPU")
-    return weight.data_ptr()

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftahead.backends.base import UnsupportedSpecError, kernels_can_read, require
 from draftahead.backends.cpu import abi, build
 from draftahead.backends.cpu.abi import CHUNK, PANEL
+from draftahead.backends.cpu.addresses import Addresses
 from draftahead.backends.cpu.threads import num_threads
 from draftahead.backends.modules import patched_forwards
 from draftahead.core.device import device_of
-from draftahead.errors import ConfigError
+from draftahead.errors import ConfigError, UnsupportedModelError
 
 # Most weights that share a scale: larger groups are less exact, smaller ones take longer.
 MAX_GROUP = 256
@@ -44,10 +46,13 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_buffer("weight", pack(weight, 4))
         self.register_buffer("scales", pack(scales, 1))
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float())
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_linear(self, x)
+        try:
+            return run_linear(self, x)
+        except UnsupportedSpecError as problem:
+            raise UnsupportedModelError(f"an int8 layer cannot run: {problem}") from problem
 
     def dequantized(self) -> Tensor:
         """[out, in] float32: the weights that the integers stand for."""
@@ -111,59 +116,95 @@ def quantize_linears(module: nn.Module) -> int:
     count = 0
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.in_features % CHUNK == 0:
+            if type(child) is nn.Linear and _can_be_quantized(child):
                 setattr(parent, name, Int8Linear(child))
                 count += 1
     return count
 
 
+def _can_be_quantized(linear: nn.Linear) -> bool:
+    weight = linear.weight
+    is_plain = weight.is_floating_point() and kernels_can_read(weight, weight.dtype, "cpu")
+    return is_plain and weight.numel() > 0 and linear.in_features % CHUNK == 0
+
+
 # --------------------------------------------------------------------------------- for the kernels
+
+
+def weights_of(
+    layer: Any,
+    addresses: Addresses,
+    name: str,
+    out_features: int | None = None,
+    in_features: int | None = None,
+) -> abi.Weights:
+    """A linear layer for the kernels, of the given size. Raises UnsupportedSpecError if they do not
+    support it."""
+    is_int8 = type(layer) is Int8Linear
+    require(is_int8 or type(layer) is nn.Linear, f"{name} is no nn.Linear and no Int8Linear")
+    out = layer.out_features if out_features is None else out_features
+    in_ = layer.in_features if in_features is None else in_features
+    size = (layer.out_features, layer.in_features)
+    require(size == (out, in_), f"{name} has size {size}, not {(out, in_)}")
+    group_size, scales = 0, None
+    if is_int8:
+        group_size, panels = layer.group_size, -(-out // PANEL)
+        divides = group_size > 0 and group_size % CHUNK == 0 and in_ % group_size == 0
+        require(divides, f"{name} has groups of {group_size} weights")
+        packed = (panels, in_ // 4, PANEL, 4)
+        data = addresses.of(f"{name}.weight", layer.weight, *packed, dtype=torch.uint8)
+        packed = (panels, in_ // group_size, PANEL, 1)
+        scales = addresses.of(f"{name}.scales", layer.scales, *packed)
+    else:
+        data = addresses.of(f"{name}.weight", layer.weight, out, in_)
+    bias = layer.bias
+    return abi.Weights(
+        data=data,
+        scales=scales,
+        bias=None if bias is None else addresses.of(f"{name}.bias", bias, out),
+        out_features=out,
+        in_features=in_,
+        group_size=group_size,
+    )
 
 
 def is_supported(layer: Any) -> bool:
     """Whether the kernels take this layer."""
-    if type(layer) is Int8Linear:
-        return True
-    is_float32 = type(layer) is nn.Linear and layer.weight.dtype == torch.float32
-    return is_float32 and layer.weight.is_contiguous() and device_of(layer.weight.device).is_cpu
-
-
-def weights_of(layer: Any) -> abi.Weights:
-    """A supported layer's weights for the kernels. The layer must outlive what is returned."""
-    scales = getattr(layer, "scales", None)
-    return abi.Weights(
-        data=layer.weight.data_ptr(),
-        scales=None if scales is None else scales.data_ptr(),
-        bias=None if layer.bias is None else layer.bias.data_ptr(),
-        out_features=layer.out_features,
-        in_features=layer.in_features,
-        group_size=0 if scales is None else layer.group_size,
-    )
+    try:
+        weights_of(layer, Addresses(), "it")
+    except UnsupportedSpecError:
+        return False
+    return device_of(layer.weight.device).is_cpu
 
 
 def run_linear(layer: Any, x: Tensor) -> Tensor:
-    """layer(x) by our kernels: x [..., in] -> [..., out]."""
+    """layer(x) by our kernels: x [..., in] -> [..., out]. Its weights are checked at every call,
+    since the model's owner may have changed them. Raises UnsupportedSpecError."""
     library = build.library()
-    assert library is not None
-    shape, x = x.shape, x.reshape(-1, x.shape[-1]).float().contiguous()
-    num_tokens = x.shape[0]
-    y = torch.empty(num_tokens, layer.out_features)
-    weights = weights_of(layer)
-    groups = layer.in_features // layer.group_size if weights.scales else 0
-    quantized = torch.empty(num_tokens * layer.in_features if groups else 0, dtype=torch.int8)
-    scales = torch.empty(num_tokens * groups)
-    corrections = torch.empty(num_tokens * groups, dtype=torch.int32)
-    library.draftahead_linear(
-        ctypes.byref(weights),
-        x.data_ptr(),
-        num_tokens,
-        y.data_ptr(),
-        num_threads(),
-        quantized.data_ptr(),
-        scales.data_ptr(),
-        corrections.data_ptr(),
-    )
-    return y.view(*shape[:-1], layer.out_features)
+    if library is None:
+        raise UnsupportedSpecError(str(build.problem()))
+    weights = weights_of(layer, addresses := Addresses(), "the layer")
+    out, in_ = weights.out_features, weights.in_features
+    require(x.shape[-1:] == (in_,), f"the input has shape {tuple(x.shape)}, not (..., {in_})")
+    flat = x.detach().reshape(-1, in_).float().contiguous()
+    num_tokens = len(flat)
+    y = torch.empty(num_tokens, out, dtype=torch.float32, device="cpu")
+    if num_tokens:
+        memory: list[int | None] = [None] * 3
+        if weights.scales:
+            groups = num_tokens * in_ // weights.group_size
+            sizes = {torch.int8: num_tokens * in_, torch.float32: groups, torch.int32: groups}
+            parts = [torch.empty(n, dtype=kind, device="cpu") for kind, n in sizes.items()]
+            memory = [part.data_ptr() for part in parts]
+        library.draftahead_linear(
+            ctypes.byref(weights),
+            addresses.of("the input", flat, num_tokens, in_),
+            num_tokens,
+            y.data_ptr(),
+            num_threads(),
+            *memory,
+        )
+    return y.view(*x.shape[:-1], out)
 
 
 def output_subset(layer: Any, ids: Tensor) -> Any:
@@ -198,8 +239,11 @@ class SmallBatchLinears:
 
 def _small_batch_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        if x.numel() > MAX_TOKENS_FLOAT32 * linear.in_features:
-            return F.linear(x, linear.weight, linear.bias)
-        return run_linear(linear, x)
+        if x.dtype == torch.float32 and x.numel() <= MAX_TOKENS_FLOAT32 * linear.in_features:
+            try:
+                return run_linear(linear, x)
+            except UnsupportedSpecError:  # its owner has cast or moved it
+                pass
+        return F.linear(x, linear.weight, linear.bias)
 
     return forward

@@ -47,8 +47,9 @@ class LowerLayerCache:
         tokens_in = [list(cache.tokens_in[first_slot + b]) for b in range(len(num_cached))]
         if [len(tokens) for tokens in tokens_in] == list(num_cached):
             empty: list[list[int]] = [[] for _ in tokens_in]
+            nothing = torch.empty(0, dtype=torch.float32, device="cpu")
             return LowerLayerCache(
-                num_layers, first_slot, tokens_in, cache.write_count, empty, empty, torch.empty(0)
+                num_layers, first_slot, tokens_in, cache.write_count, empty, empty, nothing
             )
         if last is None or last.num_layers != num_layers:
             return None

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError
 from draftahead.backends.cpu import abi
-from draftahead.backends.cpu.kernels import NODES_PER_CALL, CpuAttentionMetadata, Outputs, bind
+from draftahead.backends.cpu.abi import CHUNK
+from draftahead.backends.cpu.kernels import (
+    NODES_PER_CALL,
+    CpuAttentionMetadata,
+    Outputs,
+    bind,
+    require_valid,
+)
 from draftahead.backends.cpu.linear import Int8Linear, unpack, weights_of
 from draftahead.backends.cpu.threads import num_threads
 from draftahead.backends.llama_spec import LlamaSpec
@@ -28,32 +35,38 @@ class CpuEagleHead:
 
     def __init__(self, spec: LlamaSpec, cache: KVCache, screening: Screening | None = None) -> None:
         """With `screening`, logits are approximate but for the largest, and take less time."""
-        self._kernels, self._layers, self._model = bind(spec, cache)
-        self._kept: list[Any] = [spec, cache]  # objects whose addresses `_model` holds
-        # Projected outputs are written to the kernels' buffer of queries.
-        fits = screening is not None and len(screening.projection) <= spec.num_heads * spec.head_dim
-        if screening is not None and fits and type(spec.lm_head) is Int8Linear:
-            self._screen(spec.lm_head, screening)
+        self._kernels, self._addresses, self._layers, self._model = bind(spec, cache)
+        self._screened: abi.ScreenedHead | None = None
+        if screening is not None and type(spec.lm_head) is Int8Linear:
+            rank, _ = shape = screening.projection.shape
+            # Projected outputs are written to the kernels' buffer of queries.
+            fits = rank % CHUNK == 0 and 0 < rank <= spec.num_heads * spec.head_dim
+            if fits and shape == screening.basis.shape == (rank, spec.hidden_size):
+                self._screened = self._screen(spec.lm_head, screening)
+                self._model.screened_head = ctypes.addressof(self._screened)
 
-    def _screen(self, lm_head: Int8Linear, screening: Screening) -> None:
+    def _screen(self, lm_head: Int8Linear, screening: Screening) -> abi.ScreenedHead:
+        addresses, rank = self._addresses, len(screening.projection)
+        vocab_size, hidden_size = lm_head.out_features, self._model.hidden_size
         projection = _linear(screening.projection, None)
         screening_weight = lm_head.dequantized() @ screening.basis.T
         screening_head = Int8Linear(_linear(screening_weight, lm_head.bias))
+        vocab_rows = weights_of(lm_head, addresses, "lm_head", vocab_size, hidden_size)
         # Weights of single tokens are read: they must not be packed in panels.
         weight, scales = (
-            unpack(packed, lm_head.out_features).contiguous()
-            for packed in (lm_head.weight, lm_head.scales)
+            unpack(packed, vocab_size).contiguous() for packed in (lm_head.weight, lm_head.scales)
         )
-        vocab_rows = weights_of(lm_head)
-        vocab_rows.data, vocab_rows.scales = weight.data_ptr(), scales.data_ptr()
-        screened = abi.ScreenedHead(
-            projection=weights_of(projection),
-            screening_head=weights_of(screening_head),
+        groups = hidden_size // lm_head.group_size
+        vocab_rows.data = addresses.of(
+            "lm_head.weight", weight, vocab_size, hidden_size, dtype=torch.uint8
+        )
+        vocab_rows.scales = addresses.of("lm_head.scales", scales, vocab_size, groups)
+        return abi.ScreenedHead(
+            projection=weights_of(projection, addresses, "projection", rank, hidden_size),
+            screening_head=weights_of(screening_head, addresses, "screening", vocab_size, rank),
             vocab_rows=vocab_rows,
             min_blocks=MIN_BLOCKS,
         )
-        self._model.screened_head = ctypes.addressof(screened)
-        self._kept += [projection, screening_head, weight, scales, screened]
 
     def supports(self, num_sequences: int, num_nodes: int, tree_size: int) -> bool:
         return num_sequences * num_nodes <= NODES_PER_CALL and tree_size <= MAX_NODES
@@ -84,10 +97,9 @@ class CpuEagleHead:
 
     def build_trees(self, args: abi.TreeArgs) -> int:
         """Builds trees in the memory of `args`; returns the number of levels expanded."""
-        library, threads = self._kernels.library, num_threads()
-        return int(
-            library.draftahead_build_trees(ctypes.byref(self._model), ctypes.byref(args), threads)
-        )
+        build = self._kernels.library.draftahead_build_trees
+        require_valid(build(ctypes.byref(self._model), ctypes.byref(args), num_threads()))
+        return int(args.levels)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from draftahead.backends.base import kernels_can_read
+from draftahead.backends.base import UnsupportedSpecError, require
 from draftahead.backends.cpu import abi
+from draftahead.backends.cpu.addresses import Addresses, address
 from draftahead.backends.cpu.kernels import NODES_PER_CALL
-from draftahead.backends.cpu.linear import is_supported, weights_of
-from draftahead.core.device import padded
+from draftahead.backends.cpu.linear import weights_of
+from draftahead.core.device import host_ints, padded
 from draftahead.core.draft import Draft
 from draftahead.core.tree import MAX_NODES
 from draftahead.core.types import Batch
@@ -39,8 +40,53 @@ class CpuTreeBuilder:
         kernels: CpuEagleHead,
         projection: InputProjection,
     ) -> None:
-        self._runner, self._prefill = runner, prefill
-        self._kernels, self._projection = kernels, projection
+        """Raises UnsupportedSpecError where the kernels do not support the projection."""
+        self._runner, self._prefill, self._kernels = runner, prefill, kernels
+        self._projection, self._addresses = projection, Addresses()
+        self._tree_args = self._bound_tree_args()  # what is the same in every call
+        self._head_inputs = self._bound_head_inputs()
+
+    def _bound_tree_args(self) -> abi.TreeArgs:
+        projection, spec, addresses = self._projection, self._runner.spec, self._addresses
+        embed, size, to_target = projection.embed, spec.hidden_size, projection.draft_to_target
+        require(type(embed) is nn.Embedding, "the embedding is no nn.Embedding")
+        num_embeddings, vocab_size = len(embed.weight), spec.vocab_size
+        tokens = torch.arange(vocab_size) if to_target is None else to_target
+        known = len(tokens) and 0 <= int(tokens.min()) <= int(tokens.max()) < num_embeddings
+        require(bool(known), "the draft vocabulary has tokens without an embedding")
+        cos_sin = [
+            addresses.of("rotary angles", angles, self._runner.cache.num_entries, spec.head_dim)
+            for angles in self._runner.cos_sin
+        ]
+        args = abi.TreeArgs(
+            num_children=CHILDREN,
+            min_confidence=MIN_CONFIDENCE,
+            embeddings=addresses.of("the embedding", embed.weight, num_embeddings, size),
+            num_embeddings=num_embeddings,
+            embed_norm=addresses.of("embed_norm", projection.embed_norm, size),
+            hidden_norm=addresses.of("hidden_norm", projection.hidden_norm, size),
+            norm_before_residual=projection.norm_before_residual,
+            norm_output=projection.norm_output,
+            cos=cos_sin[0],
+            sin=cos_sin[1],
+        )
+        if to_target is not None:
+            args.draft_to_target = addresses.of(
+                "draft_to_target", to_target, vocab_size, dtype=torch.int64
+            )
+        return args
+
+    def _bound_head_inputs(self) -> abi.HeadInputs:
+        projection, addresses = self._projection, self._addresses
+        num_hidden, size = projection.norm_weights.shape
+        fc_size = self._runner.spec.hidden_size, num_hidden * size
+        return abi.HeadInputs(
+            num_hidden=num_hidden,
+            target_hidden_size=size,
+            norm=abi.INPUT_NORMS.index(projection.norm),
+            norm_weights=addresses.of("input norms", projection.norm_weights, num_hidden, size),
+            fc=weights_of(projection.fc, addresses, "fc", *fc_size),
+        )
 
     @staticmethod
     def of(runner: EagleRunner, prefill: HeadPrefill) -> CpuTreeBuilder | None:
@@ -48,9 +94,12 @@ class CpuTreeBuilder:
         if runner.cpu is None:
             return None
         projection = input_projection(runner.head, runner.embed, runner.draft_to_target)
-        if projection is None or not _is_supported(projection):
+        if projection is None:
             return None
-        return CpuTreeBuilder(runner, prefill, runner.cpu, projection)
+        try:
+            return CpuTreeBuilder(runner, prefill, runner.cpu, projection)
+        except UnsupportedSpecError:
+            return None
 
     def supports(self, batch: Batch, builder: TreeBuilder) -> bool:
         """Only greedy sequences without processors: their trees depend on the logits alone."""
@@ -62,44 +111,30 @@ class CpuTreeBuilder:
 
     def build(self, batch: Batch, builder: TreeBuilder) -> Draft | None:
         """The draft that `builder` would build, which measures the time of its levels."""
-        runner, projection, num_sequences = self._runner, self._projection, len(batch.sequences)
+        runner, num_sequences = self._runner, len(batch.sequences)
         max_missing = min(MAX_MISSING, NODES_PER_CALL // num_sequences)
         missing = self._prefill.prepare(batch.sequences, max_missing)
         runner.target.cache.compact()
         lengths = zip(map(len, runner.cache.tokens_in), map(len, missing), strict=False)
-        root_entries = [num_cached + count - 1 for num_cached, count in lengths]
+        root_entries = host_ints([num_cached + count - 1 for num_cached, count in lengths])
+        max_depths = host_ints(batch.max_depths)
         max_nodes = 1 + CHILDREN * (1 + builder.expanded_per_level * builder.max_depth)
-        num_nodes = torch.zeros(num_sequences, dtype=torch.int64)
-        tokens, parents = torch.zeros(2, num_sequences, max_nodes, dtype=torch.int64)
-        confidence = torch.zeros(num_sequences, max_nodes)
-        arrays: dict[str, Tensor | None] = {
-            "draft_to_target": projection.draft_to_target,
-            "embeddings": projection.embed.weight,
-            "embed_norm": projection.embed_norm,
-            "hidden_norm": projection.hidden_norm,
-            "cos": runner.cos_sin[0],
-            "sin": runner.cos_sin[1],
-            "root_entries": torch.tensor(root_entries),
-            "max_depths": torch.tensor(batch.max_depths),
-            "num_nodes": num_nodes,
-            "tokens": tokens,
-            "parents": parents,
-            "confidence": confidence,
-        }
-        inputs, tensors = self._head_inputs(missing)
-        args = abi.TreeArgs(
-            num_sequences=num_sequences,
-            max_levels=builder.max_depth,
-            nodes_per_level=builder.expanded_per_level,
-            num_children=CHILDREN,
-            min_confidence=MIN_CONFIDENCE,
-            min_level_confidence=builder.needed_confidence(batch),
-            inputs=ctypes.addressof(inputs),
-            max_nodes=max_nodes,
-            norm_before_residual=projection.norm_before_residual,
-            norm_output=projection.norm_output,
-            **{name: None if x is None else x.data_ptr() for name, x in arrays.items()},
-        )
+        num_nodes = host_ints([0] * num_sequences)
+        trees = torch.empty(2, num_sequences, max_nodes, dtype=torch.int64, device="cpu")
+        tokens, parents = trees
+        confidence = torch.empty(num_sequences, max_nodes, dtype=torch.float32, device="cpu")
+        inputs, tensors = self._inputs(missing)
+        args = abi.TreeArgs.from_buffer_copy(self._tree_args)
+        args.num_sequences = num_sequences
+        args.max_levels = builder.max_depth
+        args.nodes_per_level = builder.expanded_per_level
+        args.min_level_confidence = builder.needed_confidence(batch)
+        args.root_entries = address("root_entries", root_entries, num_sequences, dtype=torch.int64)
+        args.max_depths = address("max_depths", max_depths, num_sequences, dtype=torch.int64)
+        args.inputs = ctypes.addressof(inputs)
+        args.max_nodes = max_nodes
+        args.num_nodes, args.confidence = num_nodes.data_ptr(), confidence.data_ptr()
+        args.tokens, args.parents = tokens.data_ptr(), parents.data_ptr()
         self._run(args, builder)
         del tensors  # `inputs` holds their addresses
         self._prefill.commit(missing)
@@ -120,35 +155,20 @@ class CpuTreeBuilder:
         if levels < builder.max_depth - 1:
             builder.decay_level_time()
 
-    def _head_inputs(self, tokens: Sequence[list[int]]) -> tuple[abi.HeadInputs, list[Tensor]]:
+    def _inputs(self, missing: Sequence[list[int]]) -> tuple[abi.HeadInputs, list[Tensor]]:
         """The (hidden, token) inputs that are missing, and the tensors that hold them."""
-        target, projection = self._runner.target, self._projection
-        hidden = target.cache.hidden
+        target, inputs = self._runner.target, abi.HeadInputs.from_buffer_copy(self._head_inputs)
+        hidden, cache = target.cache.hidden, target.cache
         assert hidden is not None
-        indices = torch.tensor(target.aux_indices(self._runner.head.config.aux_layers))
-        num_inputs, inputs = torch.tensor(list(map(len, tokens))), padded(tokens)
-        head_inputs = abi.HeadInputs(
-            hidden=hidden.data_ptr(),
-            num_entries=hidden.shape[2],
-            entry_stride=hidden.shape[3],
-            num_hidden=len(indices),
-            target_hidden_size=projection.norm_weights.shape[1],
-            hidden_indices=indices.data_ptr(),
-            norm=abi.INPUT_NORMS.index(projection.norm),
-            norm_weights=projection.norm_weights.data_ptr(),
-            fc=weights_of(projection.fc),
-            max_inputs=inputs.shape[1],
-            num_inputs=num_inputs.data_ptr(),
-            tokens=inputs.data_ptr(),
+        shape = (cache.num_slots, 1, cache.num_entries, hidden.shape[-1])
+        indices = host_ints(target.aux_indices(self._runner.head.config.aux_layers))
+        num_inputs, tokens = host_ints([len(one) for one in missing]), padded(missing)
+        inputs.hidden = address("the target's hidden states", hidden, *shape)
+        inputs.num_slots, _, inputs.num_entries, inputs.entry_stride = shape
+        inputs.hidden_indices = address(
+            "hidden indices", indices, inputs.num_hidden, dtype=torch.int64
         )
-        return head_inputs, [indices, num_inputs, inputs]
-
-
-def _is_supported(projection: InputProjection) -> bool:
-    """Whether the kernels can read inputs through this projection by themselves."""
-    embed, is_table = projection.embed, type(projection.embed) is nn.Embedding
-    return (
-        is_table
-        and kernels_can_read(embed.weight, torch.float32, "cpu")
-        and is_supported(projection.fc)
-    )
+        inputs.max_inputs = tokens.shape[1]
+        inputs.num_inputs = num_inputs.data_ptr()
+        inputs.tokens = address("tokens", tokens, *tokens.shape, dtype=torch.int64)
+        return inputs, [indices, num_inputs, tokens, hidden]

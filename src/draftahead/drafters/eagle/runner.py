@@ -19,7 +19,7 @@ from draftahead.backends.cpu.kernels import CpuAttentionMetadata
 from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
-from draftahead.core.device import device_of, small_tensor
+from draftahead.core.device import device_of, host_ints, small_tensor
 from draftahead.drafters.eagle.cpu_head import CpuEagleHead, cpu_eagle_head
 from draftahead.drafters.eagle.head import EagleHead
 from draftahead.drafters.eagle.spec import head_spec
@@ -124,8 +124,10 @@ class EagleRunner:
     def _forward_cpu(
         self, cpu: CpuEagleHead, embedded: Tensor, hidden: Tensor, nodes: NodeRange, kv_only: bool
     ) -> HeadOutput:
-        num_cached, depths = torch.tensor(nodes.num_cached), torch.tensor(nodes.depths)
-        index = torch.arange(nodes.start, depths.shape[1])
+        num_cached = host_ints(nodes.num_cached)
+        depths = host_ints(nodes.depths)
+        bits = [tree.ancestor_bits(parents) for parents in nodes.parents]
+        index = torch.arange(nodes.start, depths.shape[1], device="cpu")
         positions = num_cached[:, None] + depths[:, index]
         first: Any = self.head.layers[0]
         x, residual = first.input_projection(embedded, hidden)
@@ -135,7 +137,7 @@ class EagleRunner:
             num_context_tokens=0,  # NaN must not reach the cache: all of it is drafting
             num_cached=num_cached,
             depths=depths.int(),
-            ancestors=torch.tensor([tree.ancestor_bits(parents) for parents in nodes.parents]),
+            ancestors=host_ints(bits),
             cos=self.cos_sin[0][positions],
             sin=self.cos_sin[1][positions],
             tree_nodes=index.repeat(len(depths), 1) if nodes.start else None,

@@ -67,6 +67,7 @@ def head_spec(head: EagleHead) -> LlamaSpec:
         num_kv_heads=int(c.layer.num_key_value_heads),
         head_dim=head_dim,
         hidden_size=int(c.layer.hidden_size),
+        first_input_size=2 * int(c.layer.hidden_size),  # token embeddings beside hidden states
         intermediate_size=int(c.layer.intermediate_size),
         activation=SILU,
     )

@@ -16,7 +16,7 @@
 extern "C" {
 
 // Raised when a function's arguments change: the layout below does not tell that.
-constexpr int64_t ABI_VERSION = 1;
+constexpr int64_t ABI_VERSION = 2;
 
 constexpr int64_t PANEL = 48;         // int8: outputs stored side by side; the last panel is padded
 constexpr int64_t CHUNK = 64;         // int8: weights that one AVX-512 VNNI instruction multiplies
@@ -43,22 +43,22 @@ struct Weights {
   WEIGHTS_FIELDS(DECLARE_FIELD)
 };
 
-#define DECODER_LAYER_FIELDS(FIELD)                                                       \
-  FIELD(Weights, q)                                                                       \
-  FIELD(Weights, k)                                                                       \
-  FIELD(Weights, v)                                                                       \
-  FIELD(Weights, o)                                                                       \
-  FIELD(Weights, gate)                                                                    \
-  FIELD(Weights, up)                                                                      \
-  FIELD(Weights, down)                                                                    \
-  FIELD(const float*, input_norm)          /* [hidden_size] */                            \
-  FIELD(const float*, post_attention_norm) /* [hidden_size] */                            \
-  FIELD(const float*, q_norm)              /* [head_dim], or null */                      \
-  FIELD(const float*, k_norm)              /* [head_dim], or null */                      \
-  FIELD(float*, keys)            /* [cache slots][num_kv_heads][num_entries][head_dim] */ \
-  FIELD(float*, values)          /* the same */                                           \
-  FIELD(int64_t, sliding_window) /* tokens; 0: none */                                    \
-  FIELD(float, scaling)          /* of attention scores */
+#define DECODER_LAYER_FIELDS(FIELD)                                                               \
+  FIELD(Weights, q)                                                                               \
+  FIELD(Weights, k)                                                                               \
+  FIELD(Weights, v)                                                                               \
+  FIELD(Weights, o)                                                                               \
+  FIELD(Weights, gate)                                                                            \
+  FIELD(Weights, up)                                                                              \
+  FIELD(Weights, down)                                                                            \
+  FIELD(const float*, input_norm)          /* [hidden_size] */                                    \
+  FIELD(const float*, post_attention_norm) /* [hidden_size] */                                    \
+  FIELD(const float*, q_norm)              /* [head_dim], or null */                              \
+  FIELD(const float*, k_norm)              /* [head_dim], or null */                              \
+  FIELD(float*, keys)                      /* [num_slots][num_kv_heads][num_entries][head_dim] */ \
+  FIELD(float*, values)                    /* the same */                                         \
+  FIELD(int64_t, sliding_window)           /* tokens; 0: none */                                  \
+  FIELD(float, scaling)                    /* of attention scores */
 struct DecoderLayer {
   DECODER_LAYER_FIELDS(DECLARE_FIELD)
 };
@@ -73,19 +73,21 @@ struct ScreenedHead {
   SCREENED_HEAD_FIELDS(DECLARE_FIELD)
 };
 
-#define MODEL_FIELDS(FIELD)                                                    \
-  FIELD(const DecoderLayer*, layers)                                           \
-  FIELD(int64_t, num_layers)                                                   \
-  FIELD(int64_t, hidden_size)                                                  \
-  FIELD(int64_t, num_heads)                                                    \
-  FIELD(int64_t, num_kv_heads)                                                 \
-  FIELD(int64_t, head_dim)                                                     \
-  FIELD(int64_t, intermediate_size)                                            \
-  FIELD(int64_t, num_entries) /* KV entries of a cache slot */                 \
-  FIELD(int64_t, activation)  /* enum Activation */                            \
-  FIELD(const float*, final_norm)                                              \
-  FIELD(Weights, lm_head)                                                      \
-  FIELD(const ScreenedHead*, screened_head) /* in place of lm_head, or null */ \
+#define MODEL_FIELDS(FIELD)                                                       \
+  FIELD(const DecoderLayer*, layers)                                              \
+  FIELD(int64_t, num_layers)                                                      \
+  FIELD(int64_t, hidden_size)                                                     \
+  FIELD(int64_t, num_heads)                                                       \
+  FIELD(int64_t, num_kv_heads)                                                    \
+  FIELD(int64_t, head_dim)                                                        \
+  FIELD(int64_t, first_input_size) /* in_features of the first layer's q, k, v */ \
+  FIELD(int64_t, intermediate_size)                                               \
+  FIELD(int64_t, num_slots)   /* of the KV cache */                               \
+  FIELD(int64_t, num_entries) /* KV entries of a cache slot */                    \
+  FIELD(int64_t, activation)  /* enum Activation */                               \
+  FIELD(const float*, final_norm)                                                 \
+  FIELD(Weights, lm_head)                                                         \
+  FIELD(const ScreenedHead*, screened_head) /* in place of lm_head, or null */    \
   FIELD(float, norm_eps)
 struct Model {
   MODEL_FIELDS(DECLARE_FIELD)
@@ -106,13 +108,13 @@ struct Model {
                                        the node itself */                                          \
   FIELD(const float*, cos)          /* [num_sequences][num_nodes][head_dim] */                     \
   FIELD(const float*, sin)                                                                         \
-  FIELD(const float*, first_input) /* [num_sequences][num_nodes][in_features of the first q]: what \
-                                      the first layer's attention reads; null: normed hidden */    \
-  FIELD(int64_t, kv_only)          /* stop once the last layer's keys and values are stored */     \
-  FIELD(float*, hidden)            /* [num_sequences][num_nodes][hidden_size]: embeddings in,      \
-                                      the last layer's hidden states out */                        \
-  FIELD(float*, logits)            /* [num_sequences][num_nodes][vocab], or null: no LM head */    \
-  FIELD(int64_t, num_aux_layers)   /* layers whose hidden states are stored */                     \
+  FIELD(const float*, first_input)  /* [num_sequences][num_nodes][first_input_size]: what the      \
+                                       first layer's attention reads; null: normed hidden */       \
+  FIELD(int64_t, kv_only)           /* stop once the last layer's keys and values are stored */    \
+  FIELD(float*, hidden)             /* [num_sequences][num_nodes][hidden_size]: embeddings in,     \
+                                       the last layer's hidden states out */                       \
+  FIELD(float*, logits)             /* [num_sequences][num_nodes][vocab], or null: no LM head */   \
+  FIELD(int64_t, num_aux_layers)    /* layers whose hidden states are stored */                    \
   FIELD(const int64_t*, aux_layers) /* [num_aux_layers] ascending numbers of layers; after the     \
                                        last layer the state is normed */                           \
   FIELD(float*, aux_hidden)         /* [num_sequences][num_nodes][num_aux_layers][hidden_size] */  \
@@ -124,8 +126,9 @@ struct ForwardArgs {
 
 // (hidden, token) inputs that an EAGLE head has not read yet: the last ones of each sequence.
 #define HEAD_INPUTS_FIELDS(FIELD)                                                                \
-  FIELD(const float*, hidden) /* [cache slots][num_entries][entry_stride]: the target's          \
+  FIELD(const float*, hidden) /* [num_slots][num_entries][entry_stride]: the target's            \
                                  auxiliary hidden states */                                      \
+  FIELD(int64_t, num_slots)                                                                      \
   FIELD(int64_t, num_entries)                                                                    \
   FIELD(int64_t, entry_stride)                                                                   \
   FIELD(int64_t, num_hidden) /* hidden states of a token that fc combines */                     \
@@ -153,9 +156,10 @@ struct HeadInputs {
   FIELD(const int64_t*, root_entries) /* [num_sequences] KV entry of the root in its cache */      \
   FIELD(const int64_t*, max_depths)   /* [num_sequences] */                                        \
   FIELD(const int64_t*, draft_to_target) /* [draft vocab] token ids; null: the same vocabulary */  \
-  FIELD(const float*, embeddings)        /* [target vocab][hidden_size] */                         \
-  FIELD(const float*, embed_norm)        /* [hidden_size] */                                       \
-  FIELD(const float*, hidden_norm)       /* [hidden_size] */                                       \
+  FIELD(const float*, embeddings)        /* [num_embeddings][hidden_size] */                       \
+  FIELD(int64_t, num_embeddings)                                                                   \
+  FIELD(const float*, embed_norm)  /* [hidden_size] */                                             \
+  FIELD(const float*, hidden_norm) /* [hidden_size] */                                             \
   FIELD(int64_t, norm_before_residual)                                                             \
   FIELD(int64_t, norm_output)                                                                      \
   FIELD(const float*, cos) /* [num_entries][head_dim] */                                           \
@@ -166,6 +170,7 @@ struct HeadInputs {
   FIELD(int64_t*, tokens)       /* out [num_sequences][max_nodes] */                               \
   FIELD(int64_t*, parents)      /* out [num_sequences][max_nodes] */                               \
   FIELD(float*, confidence)     /* out [num_sequences][max_nodes]: of the path to a node */        \
+  FIELD(int64_t, levels)        /* out: below the first */                                         \
   FIELD(double, inputs_seconds) /* out: time spent on the inputs, before the first level */
 struct TreeArgs {
   TREE_ARGS_FIELDS(DECLARE_FIELD)

@@ -84,12 +84,39 @@ void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffe
   }
 }
 
+// Whether all values lie in [begin, end).
+inline bool all_in(const int64_t* values, int64_t count, int64_t begin, int64_t end) {
+  return std::all_of(values, values + count,
+                     [=](int64_t value) { return begin <= value && value < end; });
+}
+
+// Which size of a call would make a forward read or write beside its memory, or null. The tensors
+// themselves are checked in Python: those of the model when it is bound, the others by their
+// shapes.
+const char* invalid(const Model& m, const ForwardArgs& f) {
+  if (f.num_sequences < 0 || f.first_slot < 0 || f.first_slot + f.num_sequences > m.num_slots)
+    return "its sequences lie outside of the cache's slots";
+  if (f.num_nodes < 0 || f.tree_size > MAX_NODES || (!f.tree_nodes && f.num_nodes != f.tree_size))
+    return "its number of nodes does not fit the trees";
+  if (!all_in(f.num_cached, f.num_sequences, 0, m.num_entries - f.tree_size + 1))
+    return "its nodes lie outside of the cache's entries";
+  if (f.tree_nodes && !all_in(f.tree_nodes, f.num_sequences * f.num_nodes, 0, f.tree_size))
+    return "its nodes lie outside of the trees";
+  for (int64_t i = 0; i < f.num_sequences * f.tree_size; i++)
+    if (f.tree_size < MAX_NODES && f.ancestors[i] >> f.tree_size)
+      return "ancestors lie outside of the trees";
+  if (!f.first_input && m.num_layers && m.first_input_size != m.hidden_size)
+    return "the input of the first layer is missing";
+  return nullptr;
+}
+
 int64_t scratch_size(const Model& m, int64_t num_tokens, int64_t threads) {
   return SharedBuffers::size(m, num_tokens) + threads * ThreadBuffers::size(m, num_tokens) + 64;
 }
 
 void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
   const int64_t num_tokens = f.num_sequences * f.num_nodes;
+  if (!num_tokens) return;
   SharedBuffers b(m, num_tokens, f.scratch);
   float* rest = f.scratch + SharedBuffers::size(m, num_tokens);
 #pragma omp parallel num_threads(threads)

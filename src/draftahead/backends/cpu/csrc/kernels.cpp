@@ -23,12 +23,19 @@ int64_t draftahead_scratch_size(const Model* m, int64_t num_tokens, int64_t thre
   return scratch_size(*m, num_tokens, threads);
 }
 
-void draftahead_forward(const Model* m, const ForwardArgs* args, int64_t threads) {
-  forward(*m, *args, threads);
+// This and the next: what is wrong about the sizes of the call, and then nothing is done; or null.
+const char* draftahead_forward(const Model* m, const ForwardArgs* args, int64_t threads) {
+  const char* problem = invalid(*m, *args);
+  if (!problem) forward(*m, *args, threads);
+  return problem;
 }
 
-int64_t draftahead_build_trees(const Model* m, TreeArgs* args, int64_t threads) {
-  return build_trees(*m, *args, threads);
+const char* draftahead_build_trees(const Model* m, TreeArgs* args, int64_t threads) {
+  if (const char* problem = invalid(*m, *args)) return problem;
+  try {
+    build_trees(*m, *args, threads);
+  } catch (const std::bad_alloc&) { return "there is not enough memory"; }
+  return nullptr;
 }
 
 // One linear layer, for models that draftahead_forward does not support. The last three are memory

@@ -316,6 +316,7 @@ void linear_outputs(const Weights& w, const Activations& a, int64_t num_tokens, 
                     int64_t stride, int64_t begin, int64_t end, Output output) {
   const int64_t groups = w.group_size ? w.in_features / w.group_size : 0;
   const Outputs* outputs = w.scales ? INT8_OUTPUTS : FLOAT32_OUTPUTS;
+  if (num_tokens == 0) return;
   if (num_tokens <= MAX_TOKENS) return outputs[num_tokens](w, a, y, stride, begin, end, output);
   for (int64_t n = begin; n < end; n += PANEL)
     for (int64_t t = 0; t < num_tokens; t += MAX_TOKENS) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "linear.h"
@@ -46,7 +47,8 @@ inline float exact_logit(const Weights& vocab_rows, const Activations& a, int64_
   return logit;
 }
 
-// The largest screening logit of each block of BLOCK_TOKENS tokens.
+// The largest screening logit of each block of BLOCK_TOKENS tokens; -infinity for one that is NaN,
+// which has no place in an order.
 std::vector<float> block_maxima(const float* logits, int64_t vocab_size) {
   std::vector<float> maxima((vocab_size + BLOCK_TOKENS - 1) / BLOCK_TOKENS);
   for (int64_t i = 0; i < int64_t(maxima.size()); i++) {
@@ -57,6 +59,7 @@ std::vector<float> block_maxima(const float* logits, int64_t vocab_size) {
     } else {
       maxima[i] = *std::max_element(logits + begin, logits + begin + left);
     }
+    if (maxima[i] != maxima[i]) maxima[i] = -INFINITY;
   }
   return maxima;
 }

@@ -291,8 +291,36 @@ void write_trees(const TreeArgs& args, const std::vector<Tree>& trees) {
   }
 }
 
-// `m`: the head, over its own KV cache. Returns the number of levels below the first.
-int64_t build_trees(const Model& m, TreeArgs& args, int64_t threads) {
+// Which size of a call would make build_trees read or write beside its memory, or null.
+const char* invalid(const Model& m, const TreeArgs& args) {
+  const HeadInputs& in = *args.inputs;
+  const int64_t num_sequences = args.num_sequences;
+  if (num_sequences < 0 || num_sequences > m.num_slots || num_sequences > in.num_slots)
+    return "its sequences lie outside of the cache's slots";
+  if (args.num_children < 1 || args.nodes_per_level < 0 || args.max_nodes < 1)
+    return "its trees have no room for nodes";
+  // The root, the nodes expanded below it, and one that pads levels.
+  const int64_t levels = std::max(args.max_levels - 1, int64_t(0));
+  const int64_t tree_size = 2 + levels * args.nodes_per_level;
+  if (in.max_inputs < 1 || in.max_inputs > MAX_NODES || tree_size > MAX_NODES)
+    return "its number of nodes does not fit the trees";
+  if (!all_in(in.hidden_indices, in.num_hidden, 0, in.entry_stride / in.target_hidden_size))
+    return "its hidden states lie outside of an entry";
+  if (!all_in(in.num_inputs, num_sequences, 1, in.max_inputs + 1))
+    return "its inputs lie outside of the tensor that holds them";
+  if (!all_in(in.tokens, num_sequences * in.max_inputs, 0, args.num_embeddings))
+    return "its tokens lie outside of the embeddings";
+  for (int64_t s = 0; s < num_sequences; s++) {
+    const int64_t root = args.root_entries[s], first = root - in.num_inputs[s] + 1;
+    if (first < 0 || root >= in.num_entries || root + tree_size > m.num_entries ||
+        first + in.max_inputs > m.num_entries)
+      return "its nodes lie outside of the cache's entries";
+  }
+  return nullptr;
+}
+
+// `m`: the head, over its own KV cache.
+void build_trees(const Model& m, TreeArgs& args, int64_t threads) {
   const int64_t vocab_size = m.lm_head.out_features, num_sequences = args.num_sequences;
   const double begin = omp_get_wtime();
   std::vector<float> outputs(num_sequences * m.hidden_size);
@@ -303,7 +331,7 @@ int64_t build_trees(const Model& m, TreeArgs& args, int64_t threads) {
   const int64_t max_tokens = num_sequences * args.nodes_per_level;
   HeadBuffers buffers(m, max_tokens, threads);
   std::vector<float> logits(max_tokens * vocab_size);
-  int64_t levels = 0;
+  int64_t& levels = args.levels = 0;
   for (; levels + 1 < args.max_levels; levels++) {
     Frontier frontier;
     int64_t num_nodes = 0;
@@ -321,7 +349,6 @@ int64_t build_trees(const Model& m, TreeArgs& args, int64_t threads) {
                      frontier[s][j]);
   }
   write_trees(args, trees);
-  return levels;
 }
 
 }  // namespace

@@ -45,7 +45,7 @@ struct SharedBuffers {
 inline int64_t max_in_features(const Model& m) {
   int64_t largest = m.intermediate_size > m.hidden_size ? m.intermediate_size : m.hidden_size;
   if (m.num_heads * m.head_dim > largest) largest = m.num_heads * m.head_dim;
-  if (m.num_layers && m.layers[0].q.in_features > largest) largest = m.layers[0].q.in_features;
+  if (m.first_input_size > largest) largest = m.first_input_size;
   return largest;
 }
 
