@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,21 +27,54 @@ def test_the_built_in_set_has_six_kinds() -> None:
     assert len({p.id for p in prompts}) == len(prompts)
 
 
-def test_files_in_spec_benchs_format(tmp_path: Path) -> None:
+def test_every_form_of_a_prompt_is_read(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": 81, "category": "writing", "turns": ["a", "b"]}\n\n{"turns": ["c"]}\n')
     assert load_prompts(file) == [
-        BenchPrompt("81", "writing", ("a", "b")),
-        BenchPrompt("3", "all", ("c",)),
+        BenchPrompt(81, "writing", ("a", "b")),
+        BenchPrompt(3, "all", ("c",)),
     ]
     file.write_text('{"turns": ["one\u2028text"]}\r\n', "utf-8")  # which is no end of a line here
-    assert load_prompts(file) == [BenchPrompt("1", "all", ("one\u2028text",))]
-    for bad in ("{", '{"turns": "text"}', '{"turns": []}', "[]", '{"id": 1}'):
-        file.write_text(bad)
-        with pytest.raises(errors.ConfigError, match="line 1"):
-            load_prompts(file)
-    with pytest.raises(errors.ConfigError, match="cannot read"):
-        load_prompts(tmp_path / "nowhere")
+    assert load_prompts(file) == [BenchPrompt(1, "all", ("one\u2028text",))]
+    messages = [{"role": "user", "content": "c"}]
+    lines = {"prompt": "a"}, {"text": "b"}, {"messages": messages}
+    file.write_text("\ufeff" + "\n".join(map(json.dumps, lines)), "utf-8")  # as Windows writes it
+    prompt, text, conversation = load_prompts(file)
+    with_template = SimpleNamespace(chat_template="{{ messages }}")
+    assert prompt.request(None) == "a"
+    assert prompt.request(with_template) == [{"role": "user", "content": "a"}]
+    assert text.request(with_template) == "b"
+    assert conversation.request(None) == messages
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "line 1: needs 'prompt'"),
+        (b"[" * 100_000, "line 1"),
+        (b'{"turns": ["x"]}\n[]', "line 2"),
+        (b'{"turns": "text"}', "turns are a list"),
+        (b'{"turns": []}', "turns are a list"),
+        (b'{"prompt": 3}', "a prompt is a string"),
+        (b'{"messages": "x"}', "a list of objects"),
+        (b'{"messages": []}', "a list of objects"),
+        (b'{"text": ["x"]}', "a text is a string"),
+        (b'{"id": [1], "prompt": "x"}', "an id is"),
+        (b'{"id": 1}', "line 1: needs 'prompt'"),
+        (b"", "holds no prompts"),
+        (b'{"prompt": "caf\xe9"}', "must be UTF-8: .*0xe9"),
+    ],
+)
+def test_mistakes_in_a_file_of_prompts_are_named(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(errors.ConfigError, match=message):
+        load_prompts(file)
+    for name in (tmp_path, tmp_path / "nowhere", "\0"):
+        with pytest.raises(errors.ConfigError, match="cannot read"):
+            load_prompts(name)
 
 
 class Scripted(Draftahead):
@@ -92,7 +127,7 @@ def test_an_interrupt_keeps_complete_batches() -> None:
 
 def test_each_batch_has_one_task() -> None:
     prompts = [BenchPrompt(str(i), "ab"[i % 2], (str(i),)) for i in range(10)]
-    batches = batches_by_task(prompts, lambda messages: [int(messages[0]["content"])], 2, limit=3)
+    batches = batches_by_task(prompts, lambda prompt: [int(prompt.turns[0])], 2, limit=3)
     assert [(b.task, b.prompts) for b in batches] == [
         ("a", [[0], [2]]),
         ("a", [[4]]),

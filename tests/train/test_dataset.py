@@ -154,7 +154,7 @@ def test_prompts_are_read_in_every_form(llm: LLM, tmp_path: Path) -> None:
         ('{"turns": []}', "line 1: needs"),
         ('{"turns": "w1 w2"}', "turns are a list"),
         ('{"prompt": 3}', "a prompt is a string"),
-        ('{"messages": ["x"]}', "line 1: .*cannot be turned into tokens"),
+        ('{"messages": ["x"]}', "line 1: .*a list of objects"),
     ],
 )
 def test_mistakes_in_prompts_name_their_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from draftahead.bench import PLAIN
+from draftahead.core.checks import choice
 from draftahead.core.device import device_of
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
@@ -93,10 +95,8 @@ class LlamaCpp:
     name, batch = "llama.cpp", 1
 
     def __init__(self, alias: str) -> None:
-        try:
-            import xllamacpp
-        except ImportError:
-            raise ConfigError("--against llama.cpp needs: pip install xllamacpp") from None
+        import xllamacpp
+
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(ALIASES[alias].gguf)
         parameters.n_ctx, parameters.n_parallel = 4096, 1
@@ -115,6 +115,17 @@ class LlamaCpp:
         return Outcome(time.perf_counter() - start, tokens, [])
 
 
+def check_engines(names: Sequence[str], model: str | None) -> None:
+    """Refuses other engines that cannot run a model (None: one with random weights)."""
+    for name in names:
+        choice(*ENGINES).of("--against", name)
+    if "llama.cpp" in names:
+        if model not in ALIASES:
+            raise ConfigError("--against llama.cpp runs the embedded model's own GGUF file")
+        if importlib.util.find_spec("xllamacpp") is None:
+            raise ConfigError("--against llama.cpp needs: pip install xllamacpp")
+
+
 def other_engines(names: Sequence[str], model: str, device: torch.device) -> list[Configuration]:
     """Other engines on the same model, by name."""
     found: list[Configuration] = []
@@ -124,8 +135,6 @@ def other_engines(names: Sequence[str], model: str, device: torch.device) -> lis
         look_up = Transformers("transformers prompt look-up", own, prompt_lookup_num_tokens=8)
         found += [Transformers("transformers", own), look_up]
     if "llama.cpp" in names:
-        if model not in ALIASES:
-            raise ConfigError("--against llama.cpp runs the embedded model's own GGUF file")
         found.append(LlamaCpp(model))
     return found
 

@@ -53,22 +53,21 @@ def prepare(
         longest = max(1, target.max_context - max_tokens)
         batches = random_batches(target.vocab_size, batch, limit or RANDOM_PROMPTS, longest)
     else:
-        batches = batches_by_task(prompts, llm.encode, batch, limit)
+        batches = batches_by_task(prompts, lambda prompt: prompt.encode(llm), batch, limit)
     return batches, context_for(batches, max_tokens, target.runner.model_context)
 
 
 def batches_by_task(
     prompts: Sequence[BenchPrompt],
-    encode: Callable[[Any], list[int]],
+    encode: Callable[[BenchPrompt], list[int]],
     batch: int,
     limit: int | None,
 ) -> list[PromptBatch]:
-    """The first turns of up to `limit` prompts per task, in batches of one task."""
+    """Up to `limit` prompts per task, in batches of one task."""
     found = []
     for task in dict.fromkeys(prompt.task for prompt in prompts):
-        turns = [prompt.turns[0] for prompt in prompts if prompt.task == task][:limit]
-        encoded = [encode([{"role": "user", "content": turn}]) for turn in turns]
-        found += _batches(task, encoded, batch)
+        of_task = [prompt for prompt in prompts if prompt.task == task][:limit]
+        found += _batches(task, [encode(prompt) for prompt in of_task], batch)
     return found
 
 

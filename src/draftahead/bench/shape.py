@@ -76,6 +76,10 @@ def measure_shape(
 ) -> dict[str, Any]:
     """The report of `draftahead bench --shape`."""
     choice(*SHAPES).of("--shape", name)
+    if not 0 < acceptance_rate <= 1:
+        raise ConfigError(f"--acceptance-rate must be above 0 and at most 1, not {acceptance_rate}")
+    if (params.max_tokens or 0) < 2:
+        raise ConfigError("--max-tokens must be 2 or more: a text of one token has no draft")
     torch_device = resolve_device(device)
     weights_dtype = _weights_dtype(dtype, torch_device)
     target, draft = build_pair(name, weights_dtype, torch_device)
@@ -102,10 +106,13 @@ def measure_shape(
     if against_transformers:
         configurations += transformers_assisted(target, draft, num_drafted)
     batches = [PromptBatch("random text", [prompt]) for prompt in prompts]
-    results = results_of(measure(configurations, batches, params, repeats))
-    results = [row for row in results if row["task"] == OVERALL]  # there is one task only
+    measurement = measure(configurations, batches, params, repeats)
+    if not measurement.batches:  # there is nothing to report
+        raise KeyboardInterrupt
+    results = [row for row in results_of(measurement) if row["task"] == OVERALL]
     return {
         **provenance(),
+        **({"interrupted": True} if measurement.interrupted else {}),
         "shape": name,
         "acceptance_rate_requested": acceptance_rate,
         "simulated_acceptance_rate": simulated_rate,
@@ -169,8 +176,6 @@ def scale_layers(layers: Any, acceptance_rate: Callable[[], float], wanted: floa
     """Scales the output projections of the layers above the draft model by bisection, until
     `acceptance_rate()` is near `wanted`; returns it. At scale 0 draft model and target agree on
     every token, at a large scale on few."""
-    if not 0 < wanted <= 1:
-        raise ConfigError(f"--acceptance-rate must be above 0 and at most 1, not {wanted}")
     weights = [
         w for layer in layers for w in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight)
     ]

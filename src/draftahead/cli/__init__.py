@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -11,18 +10,27 @@ from typing import Annotated
 import typer
 
 from draftahead import __version__
-from draftahead.cli import bench, chat, demo, generate, models, train, tune
+from draftahead.cli import bench, chat, demo, drafters, generate, models, options, train, tune
 from draftahead.errors import DraftaheadError
+from draftahead.loader.progress import is_quiet
 
 app = typer.Typer(
     name="draftahead",
     help="Makes a large language model generate faster, with provably the same output.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    rich_markup_mode=None,  # in plain text, no option is cut at the width of a terminal
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo.demo, generate.generate, chat.chat, models.models, bench.bench, tune.tune):
+for command in (
+    demo.demo,
+    generate.generate,
+    chat.chat,
+    models.models,
+    drafters.drafters,
+    bench.bench,
+    tune.tune,
+):
     app.command()(command)
 app.add_typer(train.app, name="train")
 
@@ -41,17 +49,14 @@ def _global_options(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Log decisions and fallbacks to standard error.")
-    ] = False,
-) -> None:
-    if verbose:  # without a handler, Python prints warnings only
-        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-        logging.getLogger("draftahead").setLevel(logging.INFO)
+    verbose: options.Verbose = False,
+    quiet: options.Quiet = False,
+) -> None: ...
 
 
 def _show_warning(message: object, category: type[Warning], *_: object, **__: object) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    if not is_quiet():
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def main() -> None:
@@ -64,3 +69,6 @@ def main() -> None:
     except BrokenPipeError:  # `draftahead generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+    except OSError as error:  # a disk that is full, a file that went away
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None

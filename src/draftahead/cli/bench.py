@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Context, Option
 
 from draftahead.cli import options
 from draftahead.errors import ConfigError
@@ -13,21 +13,29 @@ from draftahead.errors import ConfigError
 if TYPE_CHECKING:
     from draftahead.bench.configurations import Configuration
 
+WITH_SHAPE = "shape acceptance_rate num_speculative_tokens against dtype device limit repeats"
+WITH_SHAPE += " max_tokens temperature seed json_file plot verbose quiet"
+
 
 @options.grouped
 def bench(
+    context: Context,
     model: options.LLMOptions,
     measured: options.BenchOptions,
     drafter: Annotated[
         str, Option(help="Drafters to measure, separated by commas.")
     ] = "none,lookup,auto",
     draft_model: options.DraftModel = None,
+    speculative_config: Annotated[
+        list[str] | None,
+        Option(help="One more drafter, as JSON with vLLM's keys; repeatable.", metavar="JSON"),
+    ] = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     not_lossless: options.NotLossless = False,
     batch: Annotated[str, Option(help="Batch sizes, separated by commas.")] = "1",
     against: Annotated[
-        str, Option(help="Other engines: transformers, llama.cpp, separated by commas.")
-    ] = "",
+        str | None, Option(help="Other engines: transformers, llama.cpp, separated by commas.")
+    ] = None,
     latency: Annotated[
         bool, Option("--latency", help="Measure latency by number of tokens as well.")
     ] = False,
@@ -38,17 +46,17 @@ def bench(
         float, Option(help="Simulated acceptance rate of the draft model, for --shape.")
     ] = 0.8,
 ) -> None:
-    """Measure drafters against plain decoding and other engines, interleaved in one run."""
-    from draftahead.bench.configurations import ENGINES
-    from draftahead.bench.report import draw
-    from draftahead.core.checks import choice
+    """Measure drafters beside plain decoding and other engines.
 
-    engines = options.split_list(against)
-    for engine in engines:
-        choice(*ENGINES).of("--against", engine)
+    All run interleaved, on the same prompts.
+    """
+    from draftahead.bench.configurations import check_engines
+    from draftahead.bench.report import draw
+
+    engines = options.split_list(against or "")
     if shape is not None:
-        if not_lossless:
-            raise ConfigError("--not-lossless is for real models: leave it out with --shape")
+        options.check_unused(context, WITH_SHAPE.split(), "with --shape")
+        check_engines(engines, None)
         report = _bench_shape(
             shape,
             measured,
@@ -59,8 +67,11 @@ def bench(
             against_transformers="transformers" in engines,
         )
     else:
+        check_engines(engines, model.model)
         names = [name for name in options.split_list(drafter) if name != "none"]
         drafters = _configs(names, draft_model, num_speculative_tokens)
+        for text in speculative_config or ():
+            drafters |= _config(options.json_config(text))
         sizes = options.split_numbers("--batch", batch)
         lossless = not not_lossless
         report = _bench_model(model, measured, drafters, engines, sizes, latency, lossless)
@@ -75,12 +86,21 @@ def _configs(
 
     given = {"model": draft_model, "num_speculative_tokens": num_drafted}
     options_given = {key: value for key, value in given.items() if value is not None}
-    if draft_model is not None and not any("model" in options_of(name) for name in names):
+    known = {name: options_of(name) for name in names}
+    if draft_model is not None and not any("model" in keys for keys in known.values()):
         raise ConfigError(f"--draft-model: none of {', '.join(names)} drafts with a model")
     return {
-        name: {"method": name, **{k: v for k, v in options_given.items() if k in options_of(name)}}
-        for name in names
+        name: {"method": name, **{k: v for k, v in options_given.items() if k in keys}}
+        for name, keys in known.items()
     }
+
+
+def _config(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """One of --speculative-config, by its method and what else it says."""
+    options.check_drafter(config, ())
+    given = ", ".join(f"{key}={value}" for key, value in config.items() if key != "method")
+    name = config.get("method", "draft_model")
+    return {f"{name}({given})" if given else name: config}
 
 
 def _bench_shape(shape: str, measured: options.BenchOptions, **chosen: Any) -> dict[str, Any]:
@@ -118,7 +138,7 @@ def _bench_model(
 
     console, notes = options.output_console(), options.notes_console()
     prompts, params = measured.prompt_set(), measured.params()
-    llm = model.build("none")
+    llm = measured.build(model)
     runner, forward_ms = llm.engine.verifier.runner, None
     report = provenance() | {"model": model.model, "quantize": model.quantize}
     if latency:
@@ -126,24 +146,27 @@ def _bench_model(
         forward_ms = interpolated(report["latency"])
         console.print(latency_table(report))
     results: list[dict[str, Any]] = []
-    for size in sizes:
-        batches, context = prepare(llm, prompts, size, measured.limit, params)
-        if (most := max(len(b.prompts) for b in batches)) < size:
-            notes.print(f"batch {size}: a task has at most {most} prompts; see --limit")
-        configurations: list[Configuration] = [
-            *with_drafters(llm, drafters, size, context, lossless=lossless),
-            *(other_engines(engines, model.model, runner.device) if size == 1 else ()),
-        ]
-        measurement = measure(configurations, batches, params, measured.repeats)
-        if rows := results_of(measurement, forward_ms):
-            title = f"{model.model}, batch {size}, {measured.max_tokens} tokens"
-            console.print(results_table(rows, title))
-        results += rows
-        if measurement.interrupted:
-            notes.print("interrupted: these are the results so far")
-            break
-        del configurations, measurement
-        gc.collect()  # frees their KV caches before those of the next batch size are allocated
+    try:
+        for size in sizes:
+            batches, context = prepare(llm, prompts, size, measured.limit, params)
+            if (most := max(len(b.prompts) for b in batches)) < size:
+                notes.print(f"batch {size}: a task has at most {most} prompts; see --limit")
+            context = measured.max_context or context
+            configurations: list[Configuration] = [
+                *with_drafters(llm, drafters, size, context, lossless=lossless),
+                *(other_engines(engines, model.model, runner.device) if size == 1 else ()),
+            ]
+            measurement = measure(configurations, batches, params, measured.repeats)
+            if rows := results_of(measurement, forward_ms):
+                title = f"{model.model}, batch {size}, {measured.max_tokens} tokens"
+                console.print(results_table(rows, title))
+            results += rows
+            if measurement.interrupted:
+                raise KeyboardInterrupt
+            del configurations, measurement
+            gc.collect()  # frees their KV caches before those of the next size are allocated
+    except KeyboardInterrupt:  # also while the drafters of a size are built
+        report["interrupted"] = True
     report["results"] = [row for row in results if "drafter" in row]
     report["other_engines"] = [row for row in results if "drafter" not in row]
     report["peak_memory_bytes"] = peak_memory(runner.device)

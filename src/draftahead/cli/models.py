@@ -1,11 +1,10 @@
-"""`draftahead models`: the known aliases; and how a model would run on this machine."""
+"""`draftahead models`: the models at hand; and how a model would run on this machine."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from typer import Argument, Option
 
 from draftahead.cli import options
@@ -13,26 +12,47 @@ from draftahead.errors import ConfigError
 from draftahead.loader.embedded import ALIASES
 
 
+@options.grouped
 def models(
     model: Annotated[str | None, Argument(help="For --check; unset: smollm2.")] = None,
     check: Annotated[
         bool, Option("--check", help="Load MODEL and print which backend runs it, and why.")
     ] = False,
-    dtype: Annotated[str | None, Option(help="For --check: float32, bfloat16 ...")] = None,
-    device: Annotated[str | None, Option(help="For --check: cpu, cuda ...")] = None,
+    dtype: Annotated[str | None, Option(help="For --check: float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, Option(help="For --check: cpu, cuda or cuda:1.")] = None,
     quantize: Annotated[str | None, Option(help="For --check: int8.")] = None,
 ) -> None:
-    """List aliases, cache folders and sizes; or check how a model would run."""
+    """List the models at hand; or check how one would run.
+
+    At hand are the aliases, and what the cache of the Hugging Face hub holds.
+    """
     if check:
-        chosen = options.LLMOptions(model or "smollm2", dtype, device, quantize)
+        chosen = options.LLMOptions(model or "smollm2", dtype, device, quantize=quantize)
         typer.echo("\n".join(chosen.build("none").describe()))
         return
-    if model is not None:
-        raise ConfigError(f"to check how {model} would run, add --check")
-    table = Table("alias", "model", "cached in", "size")
+    given = {"--dtype": dtype, "--device": device, "--quantize": quantize, model: model}
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"to check how a model would run, add --check to {unused[0]}")
     for alias in ALIASES.values():
         where = str(alias.folder) if alias.is_complete() else "not downloaded yet"
-        size = f"{alias.bytes_on_disk / 1e6:.0f} MB" if alias.bytes_on_disk else "-"
-        table.add_row(alias.name, alias.title, where, size)
-    options.output_console().print(table)
+        typer.echo(f"{alias.name}: {alias.title}, {_size(alias.bytes_on_disk)}, {where}")
+    for name, size, folder in _of_the_hub_cache():
+        typer.echo(f"{name}: {_size(size)}, {folder}")
     typer.echo("Any other model: a hub id (org/name), a folder, or a .gguf file.")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.0f} MB"
+
+
+def _of_the_hub_cache() -> list[tuple[str, int, str]]:
+    """Id, bytes and folder of each model."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    kept = [repo for repo in found if repo.repo_type == "model"]
+    return sorted((repo.repo_id, repo.size_on_disk, str(repo.repo_path)) for repo in kept)

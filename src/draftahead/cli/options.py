@@ -9,19 +9,22 @@ import functools
 import importlib.util
 import inspect
 import json
+import logging
+import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from rich.console import Console
-from typer import Option
+from typer import Context, Exit, Option
+from typer.models import OptionInfo
 
 from draftahead.bench.prompts import BenchPrompt, load_prompts
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.errors import ConfigError
-from draftahead.loader.progress import terminal_progress
+from draftahead.errors import ConfigError, DraftaheadError
+from draftahead.loader.progress import is_quiet, terminal_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the fields of its dataclass parameters in place of these parameters."""
+    """A command with the fields of its dataclass parameters in place of these parameters. Errors
+    that it raises name options as they are typed."""
     groups: dict[str, Any] = {n: h for n, h in get_type_hints(command).items() if is_dataclass(h)}
 
     def parameters_of(owner: Any) -> list[inspect.Parameter]:
@@ -43,31 +47,103 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
                 found.append(parameter.replace(annotation=hints[name], kind=keyword))
         return found
 
-    parameters = parameters_of(command)
+    parameters = parameters_of(command) + parameters_of(_Verbosity)
+    flags = {p.name: flag for p in parameters if (flag := _flag_of(p))}
+    flags.pop("draft_model", None)  # also the name of a drafter
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(verbose: bool, quiet: bool, **given: Any) -> None:
         built = {}
         for name, group in groups.items():
             names = [field.name for field in fields(group) if field.name in given]
             built[name] = group(**{field: given.pop(field) for field in names})
-        command(**given, **built)
+        try:
+            command(**given, **built)
+        except DraftaheadError as error:
+            error.args = (_as_typed(str(error), flags),)
+            raise
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 
+def _flag_of(parameter: inspect.Parameter) -> str | None:
+    """How an option is typed; None: it is no option."""
+    for info in get_args(parameter.annotation)[1:]:
+        if isinstance(info, OptionInfo):
+            flags = (flag for flag in info.param_decls or () if flag.startswith("--"))
+            return next(flags, "--" + parameter.name.replace("_", "-")).partition("/")[0]
+    return None
+
+
+def check_unused(context: Context, used: Iterable[str], where: str) -> None:
+    """Refuses an option that was typed, but says nothing there."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in used and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"leave --{name.replace('_', '-')} out {where}: it says nothing there")
+
+
+def _as_typed(message: str, flags: Mapping[str, str]) -> str:
+    """An error of the library in the words of the command line: `--max-tokens`, not `max_tokens`.
+    Names in quotes, and those of a list of known ones, are keys of a configuration."""
+    message, known, rest = message.partition(" (known: ")
+    message = message.replace("lossless=False", "--not-lossless")
+    for name, flag in flags.items():
+        message = re.sub(rf"(?<![\w'-]){name}=", f"{flag} ", message)
+        message = re.sub(rf"^{name}(?= (must|cannot|needs|is for)\b)", flag, message)
+        if "_" in name:
+            message = re.sub(rf"(?<![\w'-]){name}\b(?!')", flag, message)
+    return message + known + rest
+
+
+# --------------------------------------------------------------------------------- verbosity
+
+
+def _log(level: int) -> Callable[[bool], bool]:
+    def switch(on: bool) -> bool:
+        if on:  # without a handler, Python prints warnings only
+            logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+            logging.getLogger("draftahead").setLevel(level)
+        return on
+
+    return switch
+
+
+Verbose = Annotated[
+    bool,
+    Option("--verbose", "-v", callback=_log(logging.INFO), help="Log decisions and fallbacks."),
+]
+Quiet = Annotated[
+    bool,
+    Option("--quiet", "-q", callback=_log(logging.ERROR), help="No progress, notes or warnings."),
+]
+
+
+@dataclass(frozen=True)
+class _Verbosity:
+    """Every command takes these after its name as well as before."""
+
+    verbose: Verbose = False
+    quiet: Quiet = False
+
+
 # ------------------------------------------------------------------- values, checked early
 
 
 def check_file(file: Path | None) -> Path | None:
-    """Called before the work, so that a long run is not lost."""
+    """Called before the work, so that a long run is not lost. Leaves no file behind."""
     try:
         if file is not None:
+            existed = file.exists()
             file.open("a").close()
+            if not existed:
+                file.unlink()
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+    except ValueError as error:  # a NUL character
+        raise ConfigError(f"cannot write {str(file)!r}: {error}") from None
     return file
 
 
@@ -78,12 +154,44 @@ def check_plot_file(file: Path | None) -> Path | None:
 
 
 def check_folder(folder: Path) -> None:
-    """The same for a folder."""
+    """The same for a folder, which need not exist."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"cannot write to {str(folder)!r}: {error}") from None
+
+
+DRAFTER_FLAGS = {  # by the key of a drafter's configuration
+    "method": "--drafter",
+    "model": "--draft-model",
+    "num_speculative_tokens": "--num-speculative-tokens",
+}
+
+
+def json_config(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--speculative-config is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError("--speculative-config must be a JSON object")
+    return config
+
+
+def check_drafter(config: dict[str, Any], given: Iterable[str]) -> None:
+    """Before the model is loaded; `given` are the keys that have an option of their own."""
+    from draftahead.drafters import registry
+
+    try:
+        registry.check(config)
+    except DraftaheadError as error:
+        message = str(error)
+        for key in given:
+            message = message.replace(f"option {key!r}", DRAFTER_FLAGS[key])
+        raise type(error)(message) from None
 
 
 def split_list(text: str) -> list[str]:
@@ -102,14 +210,16 @@ def split_numbers(option: str, text: str) -> list[int]:
 DraftModel = Annotated[str | None, Option(help="The draft model, or the trained head.")]
 NumSpeculativeTokens = Annotated[
     int | None,
-    Option("--num-speculative-tokens", "-k", help="Drafted tokens per step; unset: automatic."),
+    Option(
+        "--num-speculative-tokens", "-k", min=1, help="Drafted tokens per step; unset: automatic."
+    ),
 ]
 NotLossless = Annotated[
     bool,
     Option("--not-lossless", help="Typical acceptance (Medusa): changes the distribution."),
 ]
 Exact = Annotated[str | None, Option(help="distribution (the default), or replay: deterministic.")]
-MaxContext = Annotated[int | None, Option(help="Tokens per sequence in the KV cache.")]
+MaxContext = Annotated[int | None, Option(min=1, help="Tokens per sequence in the KV cache.")]
 Json = Annotated[
     Path | None,
     Option("--json", help="Write a JSON report.", metavar="FILE", callback=check_file),
@@ -127,6 +237,10 @@ class ModelOptions:
     model: Annotated[str, Option(help="Alias, hub id, folder or .gguf file.")] = "smollm2"
     dtype: Annotated[str | None, Option(help="float32, bfloat16, float16 ...")] = None
     device: Annotated[str | None, Option(help="cpu, cuda, cuda:1 ...")] = None
+    revision: Annotated[str | None, Option(help="Branch, tag or commit of a hub id.")] = None
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False
 
     def load(self) -> tuple[PreTrainedModel, Any]:
         """The model and its tokenizer."""
@@ -134,7 +248,8 @@ class ModelOptions:
             progress("loading torch and transformers")
             from draftahead.loader.hub import load
 
-            return load(self.model, dtype=self.dtype, device=self.device, progress=progress)
+            given = {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
+            return load(given.pop("model"), progress=progress, **given)
 
 
 @dataclass(frozen=True)
@@ -143,13 +258,13 @@ class LLMOptions(ModelOptions):
 
     def build(self, drafter: Any, **options: Any) -> LLM:
         """An LLM for one sequence at a time, unless `options` say otherwise; None: its default."""
-        own = {"dtype": self.dtype, "device": self.device, "quantize": self.quantize}
-        given = {k: v for k, v in {"max_batch": 1, **own, **options}.items() if v is not None}
+        given = {"max_batch": 1, **vars(self), **options}
+        given = {name: value for name, value in given.items() if value is not None}
         with terminal_progress() as progress:
             progress("loading torch and transformers")
             from draftahead.llm import LLM
 
-            return LLM(self.model, drafter, report=progress, **given)
+            return LLM(given.pop("model"), drafter, report=progress, **given)
 
 
 @dataclass(frozen=True)
@@ -163,26 +278,20 @@ class DrafterOptions:
     ] = None
 
     def config(self, num_speculative_tokens: int | None = None) -> dict[str, Any]:
-        """The drafter's configuration, from all options that can name one."""
-        config: dict[str, Any] = {}
-        if self.speculative_config is not None:
-            try:
-                config = json.loads(self.speculative_config)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"--speculative-config is not JSON: {error}") from None
-            if not isinstance(config, dict):
-                raise ConfigError("--speculative-config must be a JSON object")
+        """The drafter's configuration, from all options that can name one; checked."""
+        config = {} if self.speculative_config is None else json_config(self.speculative_config)
         given = {
             "method": self.drafter,
             "model": self.draft_model,
             "num_speculative_tokens": num_speculative_tokens,
         }
+        given = {key: value for key, value in given.items() if value is not None}
         for key, value in given.items():
-            if value is not None and config.setdefault(key, value) != value:
-                raise ConfigError(f"{key!r} is {value!r} and, in --speculative-config, another")
-        if self.draft_model is not None:
-            config.setdefault("method", "draft_model")
-        return config if "method" in config or "model" in config else {"method": "auto", **config}
+            if config.setdefault(key, value) != value:
+                raise ConfigError(f"{DRAFTER_FLAGS[key]} is {value}; --speculative-config differs")
+        config.setdefault("method", "draft_model" if "model" in config else "auto")
+        check_drafter(config, given)
+        return config
 
 
 @dataclass(frozen=True)
@@ -207,13 +316,16 @@ class BenchOptions:
     """What `bench` and `tune` share; `tune` has other defaults."""
 
     prompts: Annotated[
-        str, Option(help="builtin, random (tokens), or a file in Spec-Bench's format.")
+        str,
+        Option(help="builtin, random (tokens), or JSON lines with prompt, messages, turns or text."),
     ] = "builtin"
     limit: Annotated[int | None, Option(help="Prompts per task.", min=1)] = 2
     repeats: Annotated[int, Option(help="Repetitions; the median counts.", min=1)] = 3
     max_tokens: Annotated[int, Option(help="Tokens to generate per prompt.")] = 64
     temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0
     seed: Annotated[int, Option(help="For temperatures above 0.")] = 0
+    exact: Exact = None
+    max_context: MaxContext = None
     json_file: Json = None
     plot: Plot = None
 
@@ -226,11 +338,21 @@ class BenchOptions:
             temperature=self.temperature, max_tokens=self.max_tokens, seed=self.seed
         )
 
+    def build(self, model: LLMOptions) -> LLM:
+        """The target, without a drafter."""
+        return model.build("none", exact=self.exact, max_context=self.max_context)
+
     def write(self, report: dict[str, Any], draw: Callable[[dict[str, Any], Path], None]) -> None:
+        """The report, maybe of an interrupted run: what it has measured is kept."""
+        interrupted = "interrupted" in report
         if self.json_file is not None:
             self.json_file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-        if self.plot is not None:
+        if self.plot is not None and (report["results"] or not interrupted):
             draw(report, self.plot)
+        if interrupted:
+            kept = "these are the results so far" if report["results"] else "there are no results"
+            notes_console().print(f"interrupted: {kept}")
+            raise Exit(130)
 
 
 # ------------------------------------------------------------------------------- terminals
@@ -242,6 +364,11 @@ def output_console() -> Console:
     return console if console.is_terminal else Console(width=140)
 
 
+def error_console() -> Console:
+    """For what was asked for beside the output, and errors, on standard error."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
 def notes_console(*, quiet: bool = False) -> Console:
-    """For messages beside the output, on standard error."""
-    return Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet)
+    """The same for messages that --quiet switches off."""
+    return Console(stderr=True, highlight=False, soft_wrap=True, quiet=quiet or is_quiet())

@@ -26,9 +26,13 @@ def tune(
         str,
         Option("--num-speculative-tokens", "-k", help="Numbers to measure, separated by commas."),
     ] = "1,3,5,7,11,15",
-    batch: Annotated[int, Option(help="Sequences at once.")] = 1,
+    batch: Annotated[int, Option(min=1, help="Sequences at once.")] = 1,
 ) -> None:
-    """Measure what drafting costs and gains on this machine, by number of drafted tokens."""
+    """Measure the speed-up by number of drafted tokens.
+
+    Prints what drafting costs and gains on this machine: the latency of forward passes, acceptance
+    by position, and the speed-up, predicted and measured.
+    """
     from draftahead.bench import OVERALL
     from draftahead.bench import tune as tuning
     from draftahead.bench.configurations import with_drafters
@@ -40,14 +44,15 @@ def tune(
     console = options.output_console()
     numbers = options.split_numbers("--num-speculative-tokens", num_speculative_tokens)
     config, params, prompts = drafter.config(), measured.params(), measured.prompt_set()
-    if "num_speculative_tokens" in config or config.get("method") == "none":
+    if "num_speculative_tokens" in config or config["method"] == "none":
         raise ConfigError("tune measures several numbers: name a drafter, without a fixed number")
-    name = str(config.get("method", "draft_model"))
-    llm = model.build("none")
+    name = str(config["method"])
+    llm = measured.build(model)
     report = provenance() | {"model": model.model, "drafter": name, "batch": batch}
     report |= measure_latency(llm.engine.verifier.runner)
     console.print(latency_table(report))
     batches, context = prepare(llm, prompts, batch, measured.limit, params)
+    context = measured.max_context or context
     drafters = {str(n): config | {"num_speculative_tokens": n} for n in numbers}
     ours = with_drafters(llm, drafters | {tuning.DEFAULT: config}, batch, context)
     own = ours[-1]
@@ -55,7 +60,9 @@ def tune(
         own.name = tuning.AUTOMATIC
     measurement = measure(ours, batches, params, measured.repeats)
     if not measurement.batches:
-        raise ConfigError("interrupted before the first prompt was measured: no results")
+        raise KeyboardInterrupt
+    if measurement.interrupted:
+        report["interrupted"] = True
     report["results"] = results_of(measurement)
     overall = [row for row in report["results"] if row["task"] == OVERALL]
     report["positions"] = tuning.acceptance_by_position(overall)

@@ -1,9 +1,12 @@
-"""Progress of long operations: drawn on a terminal, silent elsewhere."""
+"""Progress of long operations: drawn on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging as stdlib_logging
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +23,14 @@ from rich.progress import (
 )
 
 
+INTERVAL = 10.0  # seconds between lines where nothing can be drawn
+
+
+def is_quiet() -> bool:
+    """Whether warnings of draftahead are switched off, and progress with them."""
+    return not stdlib_logging.getLogger("draftahead").isEnabledFor(stdlib_logging.WARNING)
+
+
 class ProgressCallback(Protocol):
     """Receives a message and the fraction done; a fraction of 1 means that the step is finished."""
 
@@ -34,8 +45,12 @@ def no_progress(message: str, fraction: float | None = None) -> None:
 def terminal_progress(console: Console | None = None) -> Iterator[ProgressCallback]:
     """Draws on stderr if it is a terminal: the current step in place, a line per finished step."""
     console = console or Console(stderr=True)
-    if not console.is_terminal:
+    if is_quiet():
         yield no_progress
+        return
+    if not console.is_terminal:
+        with _lines(console) as write:
+            yield write
         return
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -58,10 +73,41 @@ def terminal_progress(console: Console | None = None) -> Iterator[ProgressCallba
 def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
     """The same for work of known size: yields a function that advances the bar by one."""
     console = Console(stderr=True)
+    if is_quiet() or not console.is_terminal:
+        done = itertools.count()
+        with terminal_progress(console) as write:
+            step = lambda: write(f"{title}: {next(done)} of {total}")
+            step()
+            yield step
+        return
     columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=total)
         yield lambda: progress.advance(task)
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[ProgressCallback]:
+    """Writes the latest message every INTERVAL seconds: from a thread, because what takes longest
+    is often one call."""
+    message, start, ended = "", time.monotonic(), threading.Event()
+
+    def note(latest: str, fraction: float | None = None) -> None:
+        nonlocal message
+        message = latest
+
+    def write() -> None:
+        while not ended.wait(INTERVAL):
+            line = f"{message} ({time.monotonic() - start:.0f} s)"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        yield note
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

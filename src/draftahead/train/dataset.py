@@ -23,9 +23,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftahead.bench.prompts import load_prompts
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.drafters.head_files import write_tensors
-from draftahead.errors import ConfigError, PromptError
+from draftahead.errors import ConfigError
 
 if TYPE_CHECKING:
     from draftahead.llm import LLM
@@ -98,43 +99,10 @@ class Dataset:
 def read_prompts(path: Path, llm: LLM) -> tuple[list[list[int]], Dataset | None]:
     """Reads JSON lines. `prompt`, `messages` or `turns` (the first turn) are prompts to continue;
     a `text` is training data as it is. Returns the prompts' ids, and the texts if any."""
-    try:
-        # Not `splitlines`: a text may contain U+2028 and other line ends.
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"cannot read {path}: {problem}") from None
-    prompts: list[list[int]] = []
-    texts: list[tuple[list[int], list[int]]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            if "text" in entry:
-                ids = llm.encode(str(entry["text"]))
-                texts.append((ids[:1], ids[1:]))
-            else:
-                prompts.append(llm.encode(_request(entry, llm.tokenizer)))
-        except PromptError as problem:
-            raise ConfigError(f"{path}, line {number}: {problem}") from None
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as problem:
-            raise ConfigError(
-                f"{path}, line {number}: needs 'prompt', 'messages', 'turns' or 'text' ({problem})"
-            ) from None
-    if not prompts and not texts:
-        raise ConfigError(f"{path} holds no prompts and no texts")
+    lines = [(prompt.text is not None, prompt.encode(llm)) for prompt in load_prompts(path)]
+    texts = [(ids[:1], ids[1:]) for is_text, ids in lines if is_text]
+    prompts = [ids for is_text, ids in lines if not is_text]
     return prompts, Dataset.of(texts) if texts else None
-
-
-def _request(entry: dict[str, Any], tokenizer: Any) -> Any:
-    """What LLM.encode takes: a conversation if the tokenizer has a chat template, else a text."""
-    if "messages" in entry:
-        return entry["messages"]
-    turns = [entry["prompt"]] if "prompt" in entry else entry["turns"]
-    if isinstance(turns, str) or not isinstance(prompt := turns[0], str):
-        raise TypeError("a prompt is a string, and turns are a list of strings")
-    has_template = getattr(tokenizer, "chat_template", None) is not None
-    return [{"role": "user", "content": prompt}] if has_template else prompt
 
 
 # --------------------------------------------------------------------------- generated data
