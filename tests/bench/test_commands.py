@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from command_line import run
-from draftahead import LLM
+from draftahead import LLM, SamplingParams
+from draftahead.bench.configurations import Draftahead, Outcome
 from draftahead.bench.machine import peak_memory, provenance
 
 
@@ -129,7 +130,8 @@ def test_bad_options(
     arguments: tuple[str, ...],
     message: str,
 ) -> None:
-    assert run("bench", "--model", model_folder, *arguments) == 1
+    model = () if "--shape" in arguments else ("--model", model_folder)
+    assert run("bench", *model, *arguments) == 1
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -193,3 +195,88 @@ def test_random_prompts_report_the_worst_prediction(
     assert by_name["none"]["worst_predicted_speedup"] == 1
     assert 0 < by_name["auto"]["worst_predicted_speedup"] < 3
     assert by_name["auto"]["identical"] == 1
+
+
+def test_prompts_of_every_form_and_configurations_as_json(
+    model_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.json"
+    message = {"role": "user", "content": "w7 w8"}
+    lines = {"prompt": "w5 w6"}, {"text": "w5 w6"}, {"messages": [message]}, {"turns": ["w9"]}
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["bench", "--model", model_folder, "--prompts", str(prompts), "--max-tokens", "4"]
+    arguments += ["--repeats", "1", "--drafter", "none", "--limit", "9", "--json", str(out)]
+    for number in (2, 3):
+        config = {"method": "lookup", "num_speculative_tokens": number}
+        arguments += ["--speculative-config", json.dumps(config)]
+    assert run(*arguments, "--exact", "replay", "--max-context", "64") == 0
+    results = json.loads(out.read_text())["results"]
+    assert {row["drafter"] for row in results} == {
+        "none",
+        "lookup(num_speculative_tokens=2)",
+        "lookup(num_speculative_tokens=3)",
+    }
+    assert all(row["prompts"] == 4 and row["identical"] == 1 for row in results)
+    assert run(*arguments, "--max-context", "5") == 1
+    assert "exceed the context of 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [
+        (("bench", "--batch", "1,2"), "these are the results so far"),
+        (("bench",), "these are the results so far"),
+        (("tune", "-k", "2"), "these are the results so far"),
+    ],
+)
+def test_ctrl_c_keeps_the_results_and_is_an_exit_code(
+    model_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+    kept: str,
+) -> None:
+    """Interrupted in the second prompt."""
+    out, picture, prompts = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "p.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("w5 w6", "w7 w8")))
+    real = Draftahead.run
+
+    def run_once(self: Draftahead, given: Any, params: SamplingParams) -> Outcome:
+        if given[0][0] == 7:
+            raise KeyboardInterrupt
+        return real(self, given, params)
+
+    monkeypatch.setattr(Draftahead, "run", run_once)
+    arguments = ("--model", model_folder, "--prompts", str(prompts), "--max-tokens", "8")
+    arguments = (*arguments, "--limit", "2", "--repeats", "1", "--json", str(out))
+    assert run(*command, *arguments, "--plot", str(picture)) == 130
+    assert kept in capsys.readouterr().err
+    report = json.loads(out.read_text())
+    assert report["interrupted"] is True
+    assert {row["task"] for row in report["results"]} == {"all", "overall"}
+    assert picture.exists()
+
+
+@pytest.mark.parametrize("moment", ["first prompt", "drafters"])
+def test_ctrl_c_before_the_first_result_says_so(
+    model_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    moment: str,
+) -> None:
+    def interrupted(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    owner, name = (Draftahead, "run") if moment == "first prompt" else (LLM, "with_drafter")
+    monkeypatch.setattr(owner, name, interrupted)
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ("--model", model_folder, "--prompts", "random", "--limit", "1")
+    assert run("bench", *arguments, "--json", str(out), "--plot", str(picture)) == 130
+    assert "there are no results" in capsys.readouterr().err
+    assert json.loads(out.read_text())["results"] == []
+    assert not picture.exists()
+    assert run("tune", *arguments) == 130
+    assert run("bench", "--shape", "tiny", "--max-tokens", "2", "--limit", "1") == 130
+    assert "Traceback" not in capsys.readouterr().err

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import typer
 
 from command_line import run
+from draftahead import cli
+from draftahead.cli import app
+from draftahead.drafters import registry
+from draftahead.loader import progress
 
 BAD: list[tuple[tuple[str, ...], str]] = [
     (("generate", "x", "--model", "smolm2"), "did you mean 'smollm2'"),
     (("generate", ""), "the prompt is empty"),
     (("generate", "w1", "--drafter", "lokup"), "did you mean 'lookup'"),
-    (("generate", "w1", "--temperature", "-1"), "error: --temperature must be 0 (greedy) or a number"),
+    (
+        ("generate", "w1", "--temperature", "-1"),
+        "error: --temperature must be 0 (greedy) or a number",
+    ),
     (("generate", "w1", "--top-p", "7"), "error: --top-p must be a number from 1e-06 to 1"),
     (("generate", "w1", "--speculative-config", "{"), "not JSON"),
     (("generate", "w1", "--speculative-config", '{"methd": "x"}'), "has no option 'methd'"),
@@ -97,14 +107,63 @@ def test_a_closed_pipe_is_not_an_error(model_folder: str) -> None:
     assert (done.stdout, done.stderr) == ("w", "")
 
 
-def test_help_of_every_command_has_no_unexplained_option(
-    capsys: pytest.CaptureFixture[str],
+COMMANDS = ["demo", "generate", "chat", "models", "drafters", "bench", "tune", "train"]
+TRAINING = [f"train {name}" for name in ("data", "eagle", "medusa", "exit", "distill", "export")]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, *TRAINING])
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_is_cut_nowhere_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, option: str
 ) -> None:
-    for command in ("demo", "generate", "chat", "models", "bench", "tune"):
-        assert run(command, "--help") == 0
-        assert "--" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    assert run(*command.split(), option) == 0
+    shown = capsys.readouterr().out
+    assert "..." not in shown.replace("COMMAND [ARGS]...", "") and "\u2026" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "--help" in shown
+
+
+def test_every_option_says_what_it_does() -> None:
+    """And every command has a summary that fits the list of commands."""
+    group = typer.main.get_command(app)
+    assert set(group.commands) == set(COMMANDS)  # type: ignore[attr-defined]
+    commands = {**group.commands, **group.commands["train"].commands}  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        assert command.get_short_help_str(64)[-3:] != "...", name
+        for parameter in command.params:
+            assert parameter.help, f"{name}: {parameter.name}"
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert capsys.readouterr().out.startswith("draftahead ")
+
+
+def test_drafters_are_listed_with_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("drafters") == 0
+    shown = capsys.readouterr().out
+    assert "lookup (or ngram): Drafts what followed the same n-gram" in shown
+    assert "    prompt_lookup_max: 3\n" in shown
+    for name in registry.names():
+        assert re.search(rf"^{name}( \(or \w+\))?: \w", shown, re.MULTILINE), name
+
+
+def test_models_lists_what_the_hub_cache_holds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").write_bytes(bytes(3_000_000))
+    (tmp_path / "datasets--org--data" / "snapshots").mkdir(parents=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert run("models") == 0
+    shown = capsys.readouterr().out
+    assert f"org/name: 3 MB, {snapshot.parents[1]}\n" in shown
+    assert "org/data" not in shown
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "missing"))
+    assert run("models") == 0
 
 
 def test_models_check_names_the_backend(
@@ -117,11 +176,40 @@ def test_models_check_names_the_backend(
     assert "add --check" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("option", ["--verbose", "-v"])
 def test_verbose_logs_decisions(
-    model_folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    model_folder: str, caplog: pytest.LogCaptureFixture, option: str, before: bool
 ) -> None:
-    logger = logging.getLogger("draftahead")
-    monkeypatch.setattr(logger, "level", logger.level)
     prompt = ("generate", "w5", "--model", model_folder, "--max-tokens", "1", "--raw")
-    assert run("--verbose", *prompt) == 0
+    assert run(*((option, *prompt) if before else (*prompt, option))) == 0
     assert f"loading {model_folder}" in caplog.text
+
+
+@pytest.mark.parametrize("option", ["--quiet", "-q"])
+def test_quiet_says_only_errors(
+    model_folder: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.001)
+    prompt = ("generate", "w5", "--model", model_folder, "--max-tokens", "9", "--raw")
+    assert run(*prompt) == 0
+    assert "s)" in capsys.readouterr().err
+    assert run(*prompt, option) == 0
+    shown = capsys.readouterr()
+    assert shown.out and not shown.err
+    assert run(*prompt, option, "--top-p", "7") == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "x.json")
+
+    monkeypatch.setattr(cli.options, "output_console", full)
+    assert run("bench", "--shape", "tiny", "--max-tokens", "2", "--limit", "1") == 1
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'x.json'\n"

@@ -50,5 +50,5 @@ def test_bench_reports_it(
     assert f"{RED}lookup, not lossless" in shown.get()
     assert run(*common, *more) == 0
     assert "not lossless" not in capsys.readouterr().out
-    assert run(*common, "--shape", "llama-8b", "--not-lossless") == 1
-    assert "leave it out with --shape" in capsys.readouterr().err
+    assert run("bench", "--shape", "llama-8b", "--not-lossless") == 1
+    assert "--not-lossless says nothing with --shape" in capsys.readouterr().err

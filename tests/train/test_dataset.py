@@ -10,9 +10,10 @@ import torch
 
 import zoo
 from draftahead import LLM, SamplingParams
-from draftahead.errors import ConfigError
+from draftahead.bench.prompts import load_prompts
+from draftahead.errors import ConfigError, PromptError
 from draftahead.train import dataset
-from draftahead.train.dataset import SETTINGS, generate_data, read_data, read_prompts
+from draftahead.train.dataset import SETTINGS, encode_prompts, generate_data, read_data
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=6)
 
@@ -138,31 +139,14 @@ def test_prompts_are_read_in_every_form(llm: LLM, tmp_path: Path) -> None:
         '{"messages": [{"role": "user", "content": "w7"}]}\n{"text": "w8\u2028w9 w10"}\n',
         "utf-8",
     )
-    prompts, whole = read_prompts(file, llm)
+    prompts, whole = encode_prompts(load_prompts(file), llm)
     assert prompts == [[3, 4, 1], [5, 1], [7, 1]]  # through the template
     assert whole is not None
     assert (whole.text(0).tolist(), whole.prompt_lengths.tolist()) == ([8, 9, 10], [1])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "holds no prompts and no texts"),
-        ('{"prompt": "w1"}\n{"question": "w2"}', "line 2: needs 'prompt', 'messages'"),
-        ('{"prompt": "w1"', "line 1: needs"),
-        ("[1, 2]", "line 1: needs"),
-        ('{"turns": []}', "line 1: needs"),
-        ('{"turns": "w1 w2"}', "turns are a list"),
-        ('{"prompt": 3}', "a prompt is a string"),
-        ('{"messages": ["x"]}', "line 1: .*a list of objects"),
-    ],
-)
-def test_mistakes_in_prompts_name_their_line(
-    llm: LLM, tmp_path: Path, content: str, message: str
-) -> None:
+def test_a_prompt_that_cannot_be_encoded_is_named(llm: LLM, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        read_prompts(file, llm)
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_prompts(tmp_path / "missing.jsonl", llm)
+    file.write_text('{"prompt": "w1"}\n{"id": "second", "messages": [{"role": "user"}]}')
+    with pytest.raises(PromptError, match="prompt second: "):
+        encode_prompts(load_prompts(file), llm)

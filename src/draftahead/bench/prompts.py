@@ -53,7 +53,7 @@ def load_prompts(source: str | Path = "builtin") -> list[BenchPrompt]:
             text = Path(source).read_text("utf-8-sig")
         except OSError as error:
             raise ConfigError(f"cannot read the prompts in {source}: {error.strerror}") from None
-        except ValueError as error:  # the name may hold a NUL character
+        except UnicodeDecodeError as error:
             raise ConfigError(f"cannot read {source}, which must be UTF-8: {error}") from None
     found = []
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would split at U+2028

@@ -13,8 +13,9 @@ from draftahead.errors import ConfigError
 if TYPE_CHECKING:
     from draftahead.bench.configurations import Configuration
 
-WITH_SHAPE = "shape acceptance_rate num_speculative_tokens against dtype device limit repeats"
-WITH_SHAPE += " max_tokens temperature seed json_file plot verbose quiet"
+WITH_SHAPE = {"shape", "acceptance_rate", "num_speculative_tokens", "against", "dtype", "device"}
+WITH_SHAPE |= {"limit", "repeats", "max_tokens", "temperature", "seed", "json_file", "plot"}
+WITH_SHAPE |= {"verbose", "quiet"}
 
 
 @options.grouped
@@ -55,7 +56,7 @@ def bench(
 
     engines = options.split_list(against or "")
     if shape is not None:
-        options.check_unused(context, WITH_SHAPE.split(), "with --shape")
+        options.check_unused(context, set(context.params) - WITH_SHAPE, "with --shape")
         check_engines(engines, None)
         report = _bench_shape(
             shape,
@@ -67,6 +68,7 @@ def bench(
             against_transformers="transformers" in engines,
         )
     else:
+        options.check_unused(context, ["acceptance_rate"], "without --shape")
         check_engines(engines, model.model)
         names = [name for name in options.split_list(drafter) if name != "none"]
         drafters = _configs(names, draft_model, num_speculative_tokens)

@@ -24,7 +24,10 @@ def chat(
     system: Annotated[str | None, Option(help="The system message.")] = None,
     max_context: options.MaxContext = None,
 ) -> None:
-    """Talk to a model. Drafted tokens are green; Ctrl-C stops an answer."""
+    """Talk to a model.
+
+    Drafted tokens are green; Ctrl-C stops an answer.
+    """
     params = sampling.params()
     config = drafter.config(num_speculative_tokens)
     llm = model.build(config, exact=exact, max_context=max_context)

@@ -37,7 +37,10 @@ def demo(
     per_kind: Annotated[int, Option(help="Prompts of each kind.", min=1)] = 1,
     json_file: options.Json = None,
 ) -> None:
-    """Race plain against drafted decoding on prompts of six kinds; greedy, so the same text."""
+    """Race plain against drafted decoding.
+
+    The prompts are of six kinds; decoding is greedy, so both texts are the same.
+    """
     config = drafter.config(num_speculative_tokens)
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     drafted = model.build(config)

@@ -43,7 +43,10 @@ def generate(
     ] = False,
     max_context: options.MaxContext = None,
 ) -> None:
-    """Continue a prompt. On a terminal, drafted tokens are green."""
+    """Continue a prompt.
+
+    On a terminal, drafted tokens are green.
+    """
     try:
         text = sys.stdin.read() if prompt == "-" else prompt
     except UnicodeDecodeError as error:

@@ -19,7 +19,7 @@ def models(
         bool, Option("--check", help="Load MODEL and print which backend runs it, and why.")
     ] = False,
     dtype: Annotated[str | None, Option(help="For --check: float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, Option(help="For --check: cpu, cuda or cuda:1.")] = None,
+    device: Annotated[str | None, Option(help="For --check: cpu or cuda.")] = None,
     quantize: Annotated[str | None, Option(help="For --check: int8.")] = None,
 ) -> None:
     """List the models at hand; or check how one would run.
@@ -47,11 +47,11 @@ def _size(count: int) -> str:
 
 def _of_the_hub_cache() -> list[tuple[str, int, str]]:
     """Id, bytes and folder of each model."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        found = scan_cache_dir().repos
+        found = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
     kept = [repo for repo in found if repo.repo_type == "model"]

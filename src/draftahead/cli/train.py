@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option, Typer
 
+from draftahead.bench.prompts import load_prompts
 from draftahead.cli import options
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.errors import ConfigError, DraftaheadError
@@ -39,7 +40,7 @@ DepthDecay = Annotated[float, Option(help="Weight of a depth's loss over that be
 def data(
     model: options.LLMOptions,
     drafter: options.DrafterOptions,
-    prompts: Annotated[Path, Option(help="JSON lines with prompt, messages, turns or text.")],
+    prompts: Annotated[Path, Option(help="JSON lines of prompt, messages, turns or text.")],
     out: Out,
     max_tokens: Annotated[int, Option(min=1, help="Tokens to generate, at most.")] = 256,
     max_length: Annotated[
@@ -51,7 +52,10 @@ def data(
     shard: Annotated[str, Option(help="2/3: shard 2 of 3, for several processes.")] = "1/1",
     max_context: options.MaxContext = None,
 ) -> None:
-    """Generate training data: the target's own continuations of prompts. Resumable."""
+    """Generate training data from prompts.
+
+    The data are the target's own continuations. An interrupted run resumes.
+    """
     from draftahead.train import dataset
 
     parts = shard.split("/")
@@ -61,8 +65,9 @@ def data(
     if not 1 <= number <= count:
         raise ConfigError(f"--shard {shard}: the first number must be 1 to {count}")
     options.check_folder(out)
+    given = load_prompts(prompts)
     llm = model.build(drafter.config(), max_context=max_context, max_batch=batch)
-    requests, texts = dataset.read_prompts(prompts, llm)
+    requests, texts = dataset.encode_prompts(given, llm)
     if texts is not None:
         dataset.write_texts(texts, out)
     if requests:
@@ -276,7 +281,10 @@ def exit(
     draft_vocabulary: DraftVocabulary = None,
     depth: Depth = 4,
 ) -> None:
-    """Train an adapter for early_exit, which drafts with the target's first layers."""
+    """Train an adapter for early_exit.
+
+    The drafter early_exit drafts with the target's first layers.
+    """
     from draftahead.drafters.early_exit.adapter import new_adapter
     from draftahead.train.exit import ExitTask
 
@@ -300,7 +308,10 @@ class DraftModelSizes:
 def distill(
     training: TrainOptions, config: TrainConfig, sizes: DraftModelSizes, depth: Depth = 5
 ) -> None:
-    """Train a small draft model of the target's architecture and vocabulary."""
+    """Train a small draft model.
+
+    It has the target's architecture and vocabulary.
+    """
     from draftahead.train.distill import DistillTask, new_draft_model
 
     setup = training.setup(config.seed)
@@ -319,7 +330,10 @@ def export(
     head: Annotated[str, Option(help="Folder, file or hub id of a trained head.")],
     out: Out,
 ) -> None:
-    """Write an EAGLE head or Medusa heads with their lm_head weights, for other servers."""
+    """Write a trained head in the layout of other servers.
+
+    An EAGLE head or Medusa heads, with their lm_head weights.
+    """
     from draftahead.train.export import export_head
 
     target, _ = model.load()

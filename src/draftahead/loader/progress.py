@@ -22,7 +22,6 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-
 INTERVAL = 10.0  # seconds between lines where nothing can be drawn
 
 
@@ -76,7 +75,10 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
     if is_quiet() or not console.is_terminal:
         done = itertools.count()
         with terminal_progress(console) as write:
-            step = lambda: write(f"{title}: {next(done)} of {total}")
+
+            def step() -> None:
+                write(f"{title}: {next(done)} of {total}")
+
             step()
             yield step
         return
@@ -90,15 +92,15 @@ def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
 def _lines(console: Console) -> Iterator[ProgressCallback]:
     """Writes the latest message every INTERVAL seconds: from a thread, because what takes longest
     is often one call."""
-    message, start, ended = "", time.monotonic(), threading.Event()
+    latest, start, ended = "", time.monotonic(), threading.Event()
 
-    def note(latest: str, fraction: float | None = None) -> None:
-        nonlocal message
-        message = latest
+    def note(message: str, fraction: float | None = None) -> None:
+        nonlocal latest
+        latest = message
 
     def write() -> None:
         while not ended.wait(INTERVAL):
-            line = f"{message} ({time.monotonic() - start:.0f} s)"
+            line = f"{latest} ({time.monotonic() - start:.0f} s)"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     thread = threading.Thread(target=write, daemon=True)

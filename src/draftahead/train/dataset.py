@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftahead.bench.prompts import load_prompts
+from draftahead.bench.prompts import BenchPrompt
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.drafters.head_files import write_tensors
 from draftahead.errors import ConfigError
@@ -96,13 +96,14 @@ class Dataset:
 # ---------------------------------------------------------------------------------- prompts
 
 
-def read_prompts(path: Path, llm: LLM) -> tuple[list[list[int]], Dataset | None]:
-    """Reads JSON lines. `prompt`, `messages` or `turns` (the first turn) are prompts to continue;
-    a `text` is training data as it is. Returns the prompts' ids, and the texts if any."""
-    lines = [(prompt.text is not None, prompt.encode(llm)) for prompt in load_prompts(path)]
-    texts = [(ids[:1], ids[1:]) for is_text, ids in lines if is_text]
-    prompts = [ids for is_text, ids in lines if not is_text]
-    return prompts, Dataset.of(texts) if texts else None
+def encode_prompts(
+    given: Sequence[BenchPrompt], llm: LLM
+) -> tuple[list[list[int]], Dataset | None]:
+    """The ids of prompts to continue; and the `text`s, if any, which are training data as they
+    are."""
+    texts = [prompt.encode(llm) for prompt in given if prompt.text is not None]
+    prompts = [prompt.encode(llm) for prompt in given if prompt.text is None]
+    return prompts, Dataset.of([(ids[:1], ids[1:]) for ids in texts]) if texts else None
 
 
 # --------------------------------------------------------------------------- generated data
