@@ -232,12 +232,10 @@ Plot = Annotated[
 @dataclass(frozen=True)
 class ModelOptions:
     model: Annotated[str, Option(help="Alias, hub id, folder or .gguf file.")] = "smollm2"
-    dtype: Annotated[
-        str | None, Option(help="float32 (the default on a CPU), bfloat16 or float16.")
-    ] = None
-    device: Annotated[
-        str | None, Option(help="cpu, cuda or cuda:1; unset: a GPU if there is one.")
-    ] = None
+    dtype: Annotated[str | None, Option(help="Unset: float32 on a CPU, else the model's own.")] = (
+        None
+    )
+    device: Annotated[str | None, Option(help="cpu or cuda:1; unset: a GPU, if any.")] = None
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a hub id.")] = None
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
