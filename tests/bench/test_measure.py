@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -40,11 +39,10 @@ def test_every_form_of_a_prompt_is_read(tmp_path: Path) -> None:
     lines = {"prompt": "a"}, {"text": "b"}, {"messages": messages}
     file.write_text("\ufeff" + "\n".join(map(json.dumps, lines)), "utf-8")  # as Windows writes it
     prompt, text, conversation = load_prompts(file)
-    with_template = SimpleNamespace(chat_template="{{ messages }}")
-    assert prompt.request(None) == "a"
-    assert prompt.request(with_template) == [{"role": "user", "content": "a"}]
-    assert text.request(with_template) == "b"
-    assert conversation.request(None) == messages
+    assert prompt.request(as_chat=False) == "a"
+    assert prompt.request(as_chat=True) == [{"role": "user", "content": "a"}]
+    assert text.request(as_chat=True) == "b"
+    assert conversation.request(as_chat=False) == messages
 
 
 @pytest.mark.parametrize(

@@ -27,20 +27,23 @@ class BenchPrompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     text: str | None = None  # without the chat template
 
-    def request(self, tokenizer: Any) -> Any:
-        """What LLM.encode takes: a conversation if the tokenizer has a chat template, else text."""
+    def request(self, as_chat: bool) -> Any:
+        """What LLM takes: a conversation, or text."""
         if self.messages:
             return list(self.messages)
         if self.text is not None:
             return self.text
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-        return [{"role": "user", "content": self.turns[0]}] if has_template else self.turns[0]
+        return [{"role": "user", "content": self.turns[0]}] if as_chat else self.turns[0]
 
     def encode(self, llm: LLM) -> list[int]:
         try:
-            return llm.encode(self.request(llm.tokenizer))
+            return llm.encode(self.request(has_chat_template(llm.tokenizer)))
         except PromptError as problem:
             raise PromptError(f"prompt {self.id}: {problem}") from None
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    return getattr(tokenizer, "chat_template", None) is not None
 
 
 def load_prompts(source: str | Path = "builtin") -> list[BenchPrompt]:

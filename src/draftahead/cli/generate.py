@@ -1,40 +1,93 @@
-"""`draftahead generate`: one prompt, one text."""
+"""`draftahead generate`: one prompt, or a file of prompts."""
 
 from __future__ import annotations
 
-import json
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
-from draftahead.cli import options
-from draftahead.errors import PromptError
+from draftahead.bench.prompts import BenchPrompt, has_chat_template, load_prompts
+from draftahead.cli import options, rows
+from draftahead.core.stats import Stats
+from draftahead.errors import ConfigError, PromptError
+from draftahead.loader.progress import terminal_progress
 
 if TYPE_CHECKING:
     from draftahead.core.sampling_params import SamplingParams
-    from draftahead.core.stats import Stats
     from draftahead.core.types import Completion
     from draftahead.llm import LLM
 
 DRAFTED = "bold green"
 
 
+@dataclass(frozen=True)
+class Sources:
+    """The prompts, and where their completions go."""
+
+    prompt: Annotated[str | None, Argument(help="The prompt; - reads it from standard input.")] = (
+        None
+    )
+    prompts: Annotated[
+        Path | None, Option(help="JSON lines of prompt, messages, turns or text.")
+    ] = None
+    out: Annotated[
+        Path | None,
+        Option(
+            help="For --prompts: JSON lines, in the same order; unset: standard output.",
+            callback=options.check_file,
+        ),
+    ] = None
+    resume: Annotated[bool, Option("--resume", help="Go on with the file of --out.")] = False
+    batch: Annotated[int, Option(min=1, help="Sequences at once.")] = 8
+
+    def read(self) -> list[BenchPrompt]:
+        """Those that are not done."""
+        if (self.prompt is None) == (self.prompts is None):
+            raise PromptError("give a prompt, or --prompts FILE with many")
+        if self.prompts is not None:
+            found = load_prompts(self.prompts)
+            if self.resume and self.out is not None:
+                return found[rows.num_done(self.out, [entry.id for entry in found]) :]
+            if self.out is not None and self.out.is_file() and self.out.stat().st_size:
+                raise ConfigError(f"{self.out} exists: add --resume, or name another file")
+            return found
+        for flag, given in (("--out", self.out), ("--resume", self.resume)):
+            if given:
+                raise ConfigError(f"{flag} is for --prompts")
+        try:
+            text = sys.stdin.read() if self.prompt == "-" else self.prompt
+        except UnicodeDecodeError as error:
+            raise PromptError(f"standard input is not UTF-8 text ({error})") from None
+        if not text:
+            raise PromptError("the prompt is empty: give some text, or - and standard input")
+        return [BenchPrompt(1, "", turns=(text,))]
+
+
 @options.grouped
 def generate(
-    prompt: Annotated[str, Argument(help="The prompt; - reads it from standard input.")],
+    sources: Sources,
     model: options.LLMOptions,
     drafter: options.DrafterOptions,
     sampling: options.SamplingOptions,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
     exact: options.Exact = None,
     not_lossless: options.NotLossless = False,
+    n: Annotated[int, Option("--n", "-n", help="Samples of each prompt.")] = 1,
     stop: Annotated[list[str] | None, Option(help="Stop string; repeatable.")] = None,
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on after an end token.")] = False,
+    logprobs: Annotated[
+        int | None, Option(help="In JSON: of so many likely tokens; 0: of the chosen one only.")
+    ] = None,
+    system: Annotated[str | None, Option(help="The system message.")] = None,
     chat: Annotated[
-        bool | None, Option("--chat/--raw", help="With or without the chat template.")
+        bool | None,
+        Option("--chat/--raw", help="With the chat template, or without; unset: if there is one."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print a JSON object.")] = False,
     stats: Annotated[bool, Option("--stats", help="Print drafting statistics.")] = False,
@@ -43,43 +96,68 @@ def generate(
     ] = False,
     max_context: options.MaxContext = None,
 ) -> None:
-    """Continue a prompt.
+    """Continue a prompt, or each prompt of a file.
 
     On a terminal, drafted tokens are green.
     """
-    try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-    except UnicodeDecodeError as error:
-        raise PromptError(f"standard input is not UTF-8 text ({error})") from None
-    if not text:
-        raise PromptError("the prompt is empty: give some text, or - and text on standard input")
-    params = sampling.params(stop=stop or ())
+    entries, in_lines = sources.read(), sources.prompts is not None
+    if logprobs is not None and not (as_json or in_lines):
+        raise ConfigError("--logprobs is for --json and --prompts")
+    if system is not None and chat is False:
+        raise ConfigError("--system needs the chat template: leave --raw out")
+    params = sampling.params(stop=stop or (), n=n, ignore_eos=ignore_eos, logprobs=logprobs)
     llm = model.build(
         drafter.config(num_speculative_tokens),
         exact=exact,
         lossless=not not_lossless,
+        max_batch=sources.batch if in_lines else min(n, sources.batch),
         max_context=max_context,
     )
-    if chat is None:
-        chat = getattr(llm.tokenizer, "chat_template", None) is not None
-    request: Any = [{"role": "user", "content": text}] if chat else text
-    if as_json:
-        completion = llm.generate([request], params)[0]
-        names = ("text", "token_ids", "finish_reason", "drafted", "seed", "lossless")
-        shown = {name: getattr(completion, name) for name in names}
-        counts = completion.stats
-        shown |= {"prompt_tokens": counts.prompt_tokens, "stats": counts.as_dict()}
-        print(json.dumps(shown, ensure_ascii=False))
+    as_chat = has_chat_template(llm.tokenizer) if chat is None else chat
+    if system is not None and not as_chat:
+        raise ConfigError("--system needs a chat template, and this model has none")
+    requests = [(entry.id, _with_system(entry.request(as_chat), system)) for entry in entries]
+    failed = 0
+    if in_lines:
+        failed, total = rows.write_lines(llm, requests, params, sources.out)
     else:
-        completion = show_stream(llm, request, params)
-    notes, reasons = options.notes_console(), llm.explain()
-    if not completion.lossless:
-        notes.print(reasons.pop(0), style="red")
+        total = _show(llm, requests[0][1], params, as_json=as_json)
+    reasons = llm.explain()
+    if not_lossless:
+        options.notes_console().print(reasons.pop(0), style="red")
     if stats:
-        notes.print(stats_table(completion.stats))
+        options.error_console().print(stats_table(total))
     if explain:
         for reason in reasons:
-            notes.print(f"- {reason}")
+            options.error_console().print(f"- {reason}")
+    if failed:
+        options.error_console().print(f"error: {failed} of {len(requests)} prompts failed")
+        raise Exit(1)
+
+
+def _with_system(request: Any, system: str | None) -> Any:
+    """A conversation that has no system message gets this one."""
+    if system is None or isinstance(request, str) or request[0].get("role") == "system":
+        return request
+    return [{"role": "system", "content": system}, *request]
+
+
+def _show(llm: LLM, request: Any, params: SamplingParams, *, as_json: bool) -> Stats:
+    """Prints the samples of one prompt, and returns their statistics."""
+    if params.n == 1 and not as_json:
+        return show_stream(llm, request, params).stats
+    with terminal_progress() as progress:
+        progress("generating")
+        completions = llm.generate([request], params)
+    if as_json:
+        sys.stdout.write(rows.line_of(completions))
+    else:
+        for completion in completions:
+            print(f"--- sample {completion.sample + 1} ---\n{completion.text}")
+    total = Stats()
+    for completion in completions:
+        total.add(completion.stats)
+    return total
 
 
 def show_stream(
@@ -107,9 +185,11 @@ def stats_table(stats: Stats) -> Table:
     positions = "  ".join(f"{accepted}/{drafted}" for accepted, drafted in pairs)
     stages = ("prefill", "draft", "verify", "other")
     seconds = "  ".join(f"{stage} {getattr(stats, f'{stage}_seconds'):.2f}" for stage in stages)
-    length = f"{stats.mean_acceptance_length:.2f} tokens per forward pass"
+    per_pass = stats.tokens / stats.steps if stats.steps else 0.0
+    # More than that, if the text ended with a drafted token: the target's own was left out.
+    length = f"{stats.mean_acceptance_length:.2f} = 1 + {stats.accepted}/{stats.steps}"
     table = Table(show_header=False, box=None)
-    table.add_row("tokens", f"{stats.tokens} in {stats.steps} forward passes")
+    table.add_row("tokens", f"{stats.tokens} in {stats.steps} forward passes: {per_pass:.2f} each")
     table.add_row("mean acceptance length", length)
     table.add_row(
         "acceptance rate", f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens"

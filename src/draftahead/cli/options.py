@@ -303,7 +303,18 @@ class SamplingOptions:
     min_p: Annotated[
         float | None, Option(help="Keep tokens of this share of the top probability.")
     ] = None
-    max_tokens: Annotated[int | None, Option(help="Tokens to generate, at most.")] = None
+    repetition_penalty: Annotated[
+        float | None, Option(help="Above 1: tokens of prompt and output become less likely.")
+    ] = None
+    presence_penalty: Annotated[
+        float, Option(help="Taken from the logits of tokens of the output.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Option(help="The same, times how often they occur there.")
+    ] = 0.0
+    max_tokens: Annotated[
+        int | None, Option(help="Tokens to generate, at most; unset: the model's, or 256.")
+    ] = None
     seed: Annotated[int | None, Option(help="The same seed gives the same text.")] = None
 
     def params(self, **more: Any) -> SamplingParams:
