@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,14 @@ from draftahead.core import tree
 from draftahead.core.detokenizer import Detokenizer, no_text
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.core.types import Batch, Exact, ForwardOutput, Request, SequenceState
+from draftahead.core.types import (
+    Batch,
+    Exact,
+    ForwardOutput,
+    ModelProcessors,
+    Request,
+    SequenceState,
+)
 from draftahead.sampling import accept, draft_sampler, noise, processors
 from draftahead.sampling.draft_sampler import RecordedDraftSampler
 from draftahead.sampling.noise import NodeContext
@@ -58,6 +65,7 @@ class World:
     params: SamplingParams
     prompt: tuple[int, ...] = (0, 1)
     drafter_equals_target: bool = False
+    model_processors: ModelProcessors = field(default_factory=ModelProcessors)
 
     @functools.cache  # noqa: B019
     def logits(self, model: str, prefix: tuple[int, ...]) -> torch.Tensor:
@@ -72,7 +80,13 @@ class World:
         return values.index_fill(0, banned, -torch.inf)
 
     def sequence(self) -> SequenceState:
-        request = Request(self.prompt, self.params, seed=0, eos_token_ids=frozenset({END}))
+        request = Request(
+            self.prompt,
+            self.params,
+            seed=0,
+            eos_token_ids=frozenset({END}),
+            model_processors=self.model_processors,
+        )
         return SequenceState(request, 0, 0, 0, list(self.prompt), Detokenizer(no_text))
 
     def batch(self, *sequences: SequenceState, max_depth: int = 9) -> Batch:

@@ -33,7 +33,7 @@ def _device(value: Any) -> str | torch.device:
     return value
 
 
-_KINDS = {  # but of the drafter, which is checked when it is built
+_KINDS = {  # but of the drafter, which is checked when it is built, and of generation_config
     "model": MODEL,
     "tokenizer": NAME | instance(PreTrainedTokenizerBase, "a tokenizer of transformers"),
     "exact": choice("distribution", "replay"),
@@ -103,6 +103,8 @@ class LLMConfig(Parameters):
     lossless: False accepts drafted tokens, sampled or not, that are merely typical of the target's
         distribution (Medusa's rule, whatever `rule` says): more are accepted, and the output no
         longer follows the target's distribution. All reports say so.
+    generation_config: "model" fills sampling parameters that are not set from the model's
+        generation_config, as `model.generate` does; None ignores it.
     dtype, device: for models loaded by name.
     revision: a branch, tag or commit of the target, if it comes from a hub.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
@@ -122,6 +124,7 @@ class LLMConfig(Parameters):
     exact: Exact = "distribution"
     rule: AcceptanceRule = "block"
     lossless: bool = True
+    generation_config: Literal["model"] | None = "model"
     dtype: str | torch.dtype | None = None
     device: str | torch.device | None = None
     revision: str | None = None
@@ -133,6 +136,8 @@ class LLMConfig(Parameters):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.generation_config is not None:  # which is not the default here
+            choice("model").of("generation_config", self.generation_config)
         if not self.lossless and self.exact == "replay":
             raise ConfigError("lossless=False and exact='replay' exclude each other: leave one out")
         given = (self.dtype, self.device, self.revision, self.quantize)

@@ -42,6 +42,7 @@ class Inputs:
     model: Any
     tokenizer: Any  # None if the user gave none
     runner: ModelRunner
+    follow_model: bool = True  # where the user sets nothing, its generation_config counts
 
     def request(
         self,
@@ -60,8 +61,14 @@ class Inputs:
             raise PromptError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
         if len(ids) >= max_context:
             raise self._too_long(len(ids))
-        params = generation_config.with_model_defaults(
-            given, self.model, max_context - len(ids), has_tokenizer=self.tokenizer is not None
+        params, eos_token_ids, processors = generation_config.resolve(
+            given,
+            self.model,
+            self.tokenizer,
+            ids,
+            follow_model=self.follow_model,
+            vocab_size=vocab_size,
+            max_new_tokens=max_context - len(ids),
         )
         if len(ids) + (params.max_tokens or 0) > max_context:
             raise ContextLengthError(
@@ -87,13 +94,13 @@ class Inputs:
                     raise ConfigError(
                         f"{name}: token {token} is outside the vocabulary of {vocab_size}"
                     )
-        eos = generation_config.eos_token_ids(self.model, self.tokenizer)
         return Request(
             prompt=tuple(ids),
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            eos_token_ids=frozenset(i for i in eos if i < vocab_size),
+            eos_token_ids=eos_token_ids,
             bad_word_ids=bad_word_ids,
+            model_processors=processors,
             reuse=reuse,
             namespace=namespace,
             prompt_text=encoded.text,

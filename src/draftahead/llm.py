@@ -18,7 +18,7 @@ from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.engine.engine import Engine
 from draftahead.errors import ConfigError, DraftaheadError
 from draftahead.inputs import Inputs, Message, Prompt, as_prompts
-from draftahead.loader import embedded, generation_config, hub
+from draftahead.loader import embedded, hub
 from draftahead.loader.progress import ProgressCallback, no_progress
 from draftahead.models.verifier import Verifier
 
@@ -78,7 +78,6 @@ class LLM:
         if config.is_named:
             self.model, tokenizer = self._loader(str(config.model))
             self.tokenizer = config.tokenizer or tokenizer
-        generation_config.warn_unsupported(self.model)
         self._build(config, report)
 
     def with_drafter(
@@ -115,7 +114,8 @@ class LLM:
             head=embedded.head_of(self.model),
             target=verifier.runner,
         )
-        self._inputs = Inputs(self.model, self.tokenizer, verifier.runner)
+        follow_model = config.generation_config is not None
+        self._inputs = Inputs(self.model, self.tokenizer, verifier.runner, follow_model)
         self.engine = Engine(
             verifier,
             registry.build(config.drafter, context),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig, WatermarkingConfig
 
 import zoo
 from draftahead import LLM, Batch, Completion, Draft, Drafter, SamplingParams
@@ -88,6 +89,74 @@ def test_sampled_output_with_point_mass_drafts_is_that_of_plain_decoding(
     llm = LLM(target, drafter=ALL[name](target), max_batch=3)
     expected = tokens_of(plain["distribution"], PARAMS[params], prompts)
     assert tokens_of(llm, PARAMS[params], prompts) == expected
+
+
+# ----------------------------------------------------- processors of the generation_config
+
+
+@pytest.fixture(scope="module")
+def configured() -> Any:
+    """A target whose generation_config processes logits in every way that is followed."""
+    model = zoo.tiny("llama")
+    model.generation_config = GenerationConfig(
+        eos_token_id=[2, 3],
+        sequence_bias={(11,): 2.0, (12, 13): -50.0, (40, 41): 4.0},
+        encoder_repetition_penalty=0.8,
+        repetition_penalty=1.2,
+        no_repeat_ngram_size=2,
+        encoder_no_repeat_ngram_size=3,
+        min_length=20,
+        forced_eos_token_id=3,
+        remove_invalid_values=True,
+        exponential_decay_length_penalty=(30, 1.05),
+        suppress_tokens=[20, 21, 22],
+        begin_suppress_tokens=[30, 31],
+        top_h=0.9,
+        top_k=30,
+        typical_p=0.9,
+        epsilon_cutoff=0.01,
+        eta_cutoff=0.02,
+        watermarking_config=WatermarkingConfig(bias=2.5, context_width=2),
+    )
+    return model
+
+
+@pytest.fixture(scope="module")
+def plain_configured(configured: Any) -> list[list[int]]:
+    llm = LLM(configured, drafter="none", exact="replay", max_batch=3)
+    outputs = [c.token_ids for c in llm.generate(zoo.ragged_prompts(3), CONFIGURED)]
+    assert all(output[-1] in (2, 3) for output in outputs)  # the first one's is forced
+    assert len(outputs[0]) == 40
+    return outputs
+
+
+# Of one batch: greedy, and sampled.
+CONFIGURED = [
+    SamplingParams(temperature=0, max_tokens=40),
+    SamplingParams(temperature=1.0, max_tokens=40, seed=7),
+    SamplingParams(temperature=0.7, max_tokens=40, seed=8, presence_penalty=0.3),
+]
+
+
+@pytest.mark.usefixtures("generous_policy")
+@pytest.mark.parametrize("name", ALL)
+def test_output_after_processors_of_the_generation_config_is_that_of_plain_decoding(
+    name: str, configured: Any, plain_configured: list[list[int]]
+) -> None:
+    llm = LLM(configured, drafter=ALL[name](configured), exact="replay", max_batch=3)
+    outs = llm.generate(zoo.ragged_prompts(3), CONFIGURED)
+    assert [out.token_ids for out in outs] == plain_configured
+
+
+def test_drafts_are_accepted_after_processors_of_the_generation_config(
+    configured: Any, plain_configured: list[list[int]]
+) -> None:
+    prompts = zoo.ragged_prompts(3)
+    answers = {tuple(p): output for p, output in zip(prompts, plain_configured, strict=True)}
+    llm = LLM(configured, drafter=KnowsOutput(answers), max_batch=3)
+    outs = llm.generate(prompts, CONFIGURED)
+    assert [out.token_ids for out in outs] == plain_configured
+    assert all(out.stats.mean_acceptance_length > 3.5 for out in outs)
 
 
 # --------------------------------------------------------------------- the policy as shipped

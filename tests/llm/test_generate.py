@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import LogitsProcessor
 import zoo
 from draftahead import LLM, Completion, SamplingParams
 from draftahead.errors import ProcessorError
-from draftahead.loader.generation_config import with_model_defaults
 
 PROMPTS = zoo.ragged_prompts(3)
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -86,24 +84,6 @@ def test_a_processor_that_fails_ends_its_own_request(drafted: LLM, plain: LLM) -
         assert isinstance(outs[1].error, ProcessorError)
         assert "boom" in str(outs[1].error)
         assert len(outs[1].token_ids) == 4
-
-
-def test_unset_fields_follow_the_generation_config(target: Any) -> None:
-    config = target.generation_config
-    config.do_sample, config.temperature, config.top_k, config.max_new_tokens = True, 0.6, 3, 7
-    config.min_p, config.repetition_penalty, config.bad_words_ids = 0.1, 1.5, [[4]]
-    try:
-        found = with_model_defaults(SamplingParams(), target, 100, has_tokenizer=False)
-        assert (found.temperature, found.top_k, found.max_tokens) == (0.6, 3, 7)
-        assert (found.min_p, found.repetition_penalty) == (0.1, 1.5)
-        assert found.bad_words == ((4,),)
-        asked = SamplingParams(temperature=0, max_tokens=3)
-        kept = with_model_defaults(asked, target, 100, has_tokenizer=False)
-        assert (kept.temperature, kept.max_tokens) == (0, 3)
-    finally:
-        config.do_sample, config.temperature, config.top_k, config.max_new_tokens = [None] * 4
-        config.min_p, config.repetition_penalty, config.bad_words_ids = [None] * 3
-    assert with_model_defaults(SamplingParams(), target, 100, has_tokenizer=False).is_greedy
 
 
 def test_stats_add_up(drafted: LLM) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
+from transformers import (
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TopHLogitsWarper,
+    TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
+)
 
 from draftahead.core.draft import Draft
-from draftahead.core.types import ForwardOutput
+from draftahead.core.types import ForwardOutput, ModelProcessors
 from draftahead.sampling import accept
 from draftahead.sampling.noise import NodeContext
 from toy import (
@@ -34,6 +42,24 @@ def test_sampled_chain_keeps_the_distribution(
     plain = world.output_distribution(4)
     assert abs(sum(plain.values()) - 1) < 1e-12
     assert any(text[-1] == END and len(text) < 4 for text in plain)  # some outputs end early
+    assert total_variation(drafted_distribution(world, 3, rule), plain) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("seed", [1, 3])
+def test_sampled_chain_keeps_the_distribution_after_processors_of_the_model(
+    rule: accept.AcceptanceRule, seed: int
+) -> None:
+    """They look back along the path, before the penalties, after them, and behind truncation."""
+    params = dataclasses.replace(PARAMS["truncated"], processors=(NoRepeatNGramLogitsProcessor(2),))
+    processors = ModelProcessors(
+        (SequenceBiasLogitsProcessor({(0, 1): -2.0, (2, 2): 3.0}),),
+        (TopHLogitsWarper(0.9),),
+        (TypicalLogitsWarper(0.95), WatermarkLogitsProcessor(VOCAB_SIZE, "cpu", 0.5)),
+    )
+    world = World(seed, params, model_processors=processors)
+    plain = world.output_distribution(4)
+    assert total_variation(World(seed, params).output_distribution(4), plain) > 0.1
     assert total_variation(drafted_distribution(world, 3, rule), plain) < 1e-12
 
 

@@ -11,15 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    EtaLogitsWarper,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.types import ModelProcessors
 from draftahead.errors import ProcessorError
 from draftahead.sampling.noise import NodeContext
 from draftahead.sampling.processors import probs_of, process_logits
@@ -237,3 +241,66 @@ def test_a_processor_that_fails_leaves_its_own_node_without_a_distribution() -> 
         assert isinstance(error, ProcessorError)
         assert message in str(error)
         assert not contexts[0].sequence.processor_errors
+
+
+# ------------------------------------------------------ processors of a model's generation_config
+
+
+def with_processors(params: dict[str, Any], *stages: Any) -> NodeContext:
+    """A node behind the prompt (0, 1), with processors of the model at each stage."""
+    asked = dataclasses.replace(PLAIN, **params)
+    world = World(0, asked, model_processors=ModelProcessors(*stages))
+    return NodeContext(world.sequence(), (2,))
+
+
+def test_processors_of_the_model_stand_between_the_sampling_parameters() -> None:
+    """The first after the bias and before the penalties, the others around truncation, on
+    log-probabilities."""
+    seen: list[list[float]] = []
+
+    def noting(ids: Tensor, scores: Tensor) -> Tensor:
+        assert ids.tolist() == [[0, 1, 2]]
+        seen.append([round(x, 4) for x in scores[0].tolist()])
+        return scores.index_add(1, torch.tensor([3]), torch.ones(1, 1, dtype=scores.dtype))
+
+    params = {"logit_bias": {2: 1.0}, "repetition_penalty": 2.0, "temperature": 0.5, "top_k": 2}
+    context = with_processors(params, (noting,), (noting,), (noting, noting))
+    found = probs_of(torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=torch.float64), [context])
+    # After all logits: [0, 0.5, 1.5, 4], which temperature doubles.
+    first = torch.tensor([0.0, 1.0, 3.0, 8.0]).log_softmax(-1)
+    second = torch.tensor([-torch.inf, -torch.inf, 3.0, 9.0]).log_softmax(-1)
+    third = second + torch.tensor([0.0, 0.0, 0.0, 1.0])
+    expected = [[0.0, 1.0, 3.0, 3.0], first.tolist(), second.tolist(), third.tolist()]
+    assert seen == [[round(x, 4) for x in row] for row in expected]
+    last = torch.tensor([[-torch.inf, -torch.inf, 3.0, 11.0]], dtype=torch.float64)
+    torch.testing.assert_close(found, last.softmax(-1))
+
+
+def test_processors_of_one_sequence_leave_the_others_their_bits() -> None:
+    logits = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    warped = with_processors({}, (), (TopHLogitsWarper(0.3),), (TypicalLogitsWarper(0.5),))
+    found = probs_of(logits, [context_of(), warped])
+    assert torch.equal(found[0], probs_of(logits[:1], [context_of()])[0])
+    assert (found[1] == 0).any()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_processor_of_the_model_that_fails_ends_its_own_request(stage: int) -> None:
+    def fails(ids: Tensor, scores: Tensor) -> Tensor:
+        raise RuntimeError("boom")
+
+    stages: list[Any] = [(), (), ()]
+    stages[stage] = (fails,)
+    failing, other = with_processors({}, *stages), context_of()
+    found = probs_of(torch.zeros(2, 4), [failing, other])
+    assert found[0].isnan().all()
+    assert found[1].tolist() == [0.25] * 4
+    assert "RuntimeError: boom" in str(failing.sequence.processor_errors[(2,)])
+
+
+@pytest.mark.parametrize("logits", [[torch.nan] * 4, [torch.inf] + [0.0] * 3, [-torch.inf] * 4])
+def test_logits_that_allow_no_token_are_no_fault_of_a_processor(logits: list[float]) -> None:
+    """Some classes raise on NaN."""
+    context = with_processors({}, (), (TopHLogitsWarper(0.3),), (EtaLogitsWarper(0.5),))
+    assert probs_of(torch.tensor([logits]), [context]).isnan().all()
+    assert not context.sequence.processor_errors

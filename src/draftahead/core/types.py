@@ -5,9 +5,9 @@ Shapes: B sequences of the batch, N nodes of a draft (node 0 is the root), V voc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,17 @@ FinishReason = Literal["stop", "length", "error"]
 # The output follows the target's distribution; with replay its tokens are also the same for a seed,
 # whatever the drafter and the rest of the batch.
 Exact = Literal["distribution", "replay"]
+# Tokens [1, T] of prompt, output and path, and scores [1, V] -> scores: a LogitsProcessor.
+Processor = Callable[[Tensor, Tensor], Tensor]
+
+
+class ModelProcessors(NamedTuple):
+    """Processors of a model's generation_config, by where transformers' order puts them among the
+    sampling parameters. Those with a place beside the user's are in SamplingParams.processors."""
+
+    before_penalties: tuple[Processor, ...] = ()
+    before_top_k: tuple[Processor, ...] = ()  # of log-probabilities, as are the next ones
+    after_min_p: tuple[Processor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class Request:
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    model_processors: ModelProcessors = field(default_factory=ModelProcessors)
     reuse: bool = False  # start from the KV entries that an idle slot still holds of the prompt
     # Requests of one namespace may draft from each other's outputs; None: from no other request's.
     namespace: str | None = None
@@ -81,7 +93,9 @@ class SequenceState:
         request, params = self.request, self.request.params
         self.params, self.prompt_length = params, len(request.prompt)
         self.is_greedy = params.is_greedy
-        self.modifies_logits = params.modifies_logits or bool(request.bad_word_ids)
+        self.modifies_logits = (
+            params.modifies_logits or bool(request.bad_word_ids) or any(request.model_processors)
+        )
         self.takes_argmax = self.is_greedy and not self.modifies_logits
         ends = frozenset(params.stop_token_ids)
         self.end_ids = ends if params.ignore_eos else ends | request.eos_token_ids

@@ -1,19 +1,22 @@
 """From logits to the distribution that tokens are sampled from, along a node's own path.
 
 Order: bias, penalties, forbidden tokens and the user's processors; then temperature, top-k, top-p
-and min-p.
+and min-p. Processors of the model's generation_config stand among them where transformers has them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from draftahead.core.device import small_tensor
 from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.types import Processor
 from draftahead.errors import ProcessorError
 from draftahead.sampling.noise import NodeContext
 
@@ -30,7 +33,11 @@ def probs_of(logits: Tensor, contexts: Sequence[NodeContext]) -> Tensor:
     params = [context.sequence.params for context in contexts]
     greedy = [p.is_greedy for p in params]
     temperature = column([p.temperature or 1.0 for p in params], logits)
-    probs = _truncate(((logits - largest[:, None]) / temperature).softmax(-1), params)
+    probs = ((logits - largest[:, None]) / temperature).softmax(-1)
+    warped = any(context.sequence.modifies_logits for context in contexts)
+    probs = _warp(probs, contexts, "before_top_k") if warped else probs
+    probs = _truncate(probs, params)
+    probs = _warp(probs, contexts, "after_min_p") if warped else probs
     if any(greedy):
         one_hot = torch.zeros_like(probs).scatter_(-1, argmax[:, None], 1.0)
         probs = torch.where(small_tensor(greedy, torch.bool, probs.device)[:, None], one_hot, probs)
@@ -43,14 +50,33 @@ def process_logits(logits: Tensor, contexts: Sequence[NodeContext]) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if not any(context.sequence.modifies_logits for context in contexts):
         return logits
-    return torch.stack([_process_node(row, c) for row, c in zip(logits, contexts, strict=True)])
+    rows = zip(logits, contexts, strict=True)
+    return torch.stack([_process_node(row, context, _apply_processors) for row, context in rows])
 
 
-def _process_node(logits: Tensor, context: NodeContext) -> Tensor:
-    """One node's logits [V]; NaN if a user's processor fails: that ends its own request if the node
-    is reached, and no other request of the batch."""
+def _warp(
+    probs: Tensor,
+    contexts: Sequence[NodeContext],
+    stage: Literal["before_top_k", "after_min_p"],
+) -> Tensor:
+    """Probabilities [A, V] after the model's processors of a stage, which take log-probabilities;
+    the others keep their bits."""
+    rows = list(probs)
+    for index, context in enumerate(contexts):
+        processors = getattr(context.sequence.request.model_processors, stage)
+        if processors and not rows[index][0].isnan():  # NaN has its own error
+            apply = functools.partial(_through, processors)
+            rows[index] = _process_node(rows[index].log(), context, apply).softmax(-1)
+    return torch.stack(rows)
+
+
+def _process_node(
+    logits: Tensor, context: NodeContext, apply: Callable[[Tensor, NodeContext], Tensor]
+) -> Tensor:
+    """One node's logits [V]; NaN if a processor fails: that ends its own request if the node is
+    reached, and no other request of the batch."""
     try:
-        found = _apply_processors(logits, context)
+        found = apply(logits, context)
         if found.shape != logits.shape:
             raise ValueError(f"it made {list(found.shape)} out of {list(logits.shape)} logits")
         return found
@@ -68,6 +94,7 @@ def _apply_processors(logits: Tensor, context: NodeContext) -> Tensor:
     logits = logits.clone()
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
+    logits = _through(sequence.request.model_processors.before_penalties, logits, context)
     tokens = [*sequence.tokens, *path]
     if params.repetition_penalty not in (None, 1.0):
         seen = torch.tensor(sorted(set(tokens)), device=logits.device)
@@ -81,10 +108,15 @@ def _apply_processors(logits: Tensor, context: NodeContext) -> Tensor:
             logits[last] = -torch.inf
     if len(tokens) - prompt_length < (params.min_tokens or 0):
         logits[list(sequence.end_ids)] = -torch.inf
-    for processor in params.processors:
-        ids = torch.tensor([tokens], device=logits.device)
-        logits = processor(ids, logits[None])[0].to(logits.dtype)
-    return logits
+    return _through(params.processors, logits, context)
+
+
+def _through(processors: Sequence[Processor], scores: Tensor, context: NodeContext) -> Tensor:
+    """Scores [V] after one processor after the other, with the tokens up to the node."""
+    for processor in processors:
+        ids = torch.tensor([[*context.sequence.tokens, *context.path]], device=scores.device)
+        scores = processor(ids, scores[None])[0].to(scores.dtype)
+    return scores
 
 
 # -------------------------------------------------------------------------------- truncation
