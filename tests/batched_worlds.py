@@ -12,7 +12,7 @@ from torch import Tensor
 from draftahead.core import tree as trees_of
 from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.core.types import Batch, Exact, ForwardOutput, Verdict
+from draftahead.core.types import Exact, ForwardOutput, RunningBatch, Verdict
 from draftahead.sampling import accept
 from draftahead.sampling.noise import (
     NodeContext,
@@ -24,7 +24,7 @@ from draftahead.sampling.noise import (
     uniforms,
 )
 from draftahead.sampling.processors import probs_of
-from toy import PLAIN, VOCAB_SIZE, World, sampler_for
+from toy import PLAIN, VOCAB_SIZE, World
 
 Tree = list[tuple[int, int]]  # (token, parent) of each node below the root
 
@@ -65,8 +65,7 @@ class BatchedWorlds:
         if sampled:
             self.draft = dataclasses.replace(self.draft, probs=probs)
         depths = (9,) * len(trees)
-        sampler = sampler_for(self.sequences, depths, VOCAB_SIZE, exact)
-        self.batch = Batch(tuple(self.sequences), depths, sampler, exact)
+        self.batch = RunningBatch(tuple(self.sequences), depths, exact)
 
     def accept(
         self,

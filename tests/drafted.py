@@ -58,7 +58,7 @@ class KnowsOutput(Drafter):
     def propose(self, batch: Batch) -> Draft | DeviceDraft | None:
         trees = []
         for sequence in batch.sequences:
-            answer = self.answers[sequence.request.prompt][sequence.num_generated :][:4]
+            answer = self.answers[sequence.prompt][sequence.num_generated :][:4]
             tree: list[tuple[int, int]] = []
             parent = 0
             for token in answer:
@@ -211,7 +211,7 @@ def next_batch(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Ba
         add_request(llm, prompt, params)
     batch = llm.engine.scheduler.schedule()
     assert batch is not None
-    return dataclasses.replace(llm.engine._with_sampler_and_costs(batch), step_cost=None)
+    return dataclasses.replace(llm.engine._shown(batch), step_cost=None)
 
 
 def proposed_tree(llm: LLM, prompt: list[int], params: SamplingParams) -> Draft:

@@ -208,7 +208,7 @@ def sampled_drafts(
                 # The rest of the chain was never drawn: count this draft once only.
                 probability *= float(token == 0)
                 continue
-            probs = sampler.probs[-1][0]
+            probs = sampler._probs[-1][0]
             if choose == "argmax":
                 probability *= float(int(probs.argmax()) == token)
             else:

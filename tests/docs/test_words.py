@@ -82,7 +82,7 @@ def test_glossary_is_sorted_and_says_each_word_once() -> None:
 # What users import: later versions add to this list, and take nothing from it.
 PUBLIC = """
     LLM Batch Completion Draft DraftaheadError Drafter DrafterContext DrafterFaultWarning
-    ForwardOutput LLMConfig SamplingParams SequenceState Stats StreamChunk TokenLogprob Verdict
+    ForwardOutput LLMConfig SamplingParams SequenceView Stats StreamChunk TokenLogprob Verdict
     register
 """
 

@@ -11,7 +11,7 @@ import torch
 from draftahead.core import stats
 from draftahead.core.detokenizer import Detokenizer
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.core.types import Batch, ForwardOutput, Request, SequenceState, Verdict
+from draftahead.core.types import ForwardOutput, Request, RunningBatch, SequenceState, Verdict
 from draftahead.engine.scheduler import Scheduler
 from draftahead.errors import NonFiniteLogitsError
 from recording_verifier import Recording
@@ -53,7 +53,7 @@ def updated(one: SequenceState, tokens: list[int], *, failed: bool = False) -> i
 def update(
     scheduler: Scheduler, sequences: list[SequenceState], verdict: Verdict, output: ForwardOutput
 ) -> list[int]:
-    batch = Batch(tuple(sequences), (9,) * len(sequences))
+    batch = RunningBatch(tuple(sequences), (9,) * len(sequences))
     return scheduler.update(batch, verdict, scheduler.logprobs(batch, verdict, output))
 
 

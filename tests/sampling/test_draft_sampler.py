@@ -77,7 +77,7 @@ def logits_at(depth: int, batch: int, size: int = VOCAB_SIZE) -> Tensor:
 
 def contexts_of(sampler: RecordedDraftSampler) -> list[NodeContext]:
     """Where the next tokens are drawn."""
-    chains = zip(sampler.sequences, sampler.chains, strict=True)
+    chains = zip(sampler._sequences, sampler.chains, strict=True)
     return [NodeContext(sequence, tuple(chain)) for sequence, chain in chains]
 
 
@@ -198,12 +198,12 @@ def test_what_cannot_be_drawn_is_refused_before_the_draw() -> None:
     for wrong in (torch.zeros(VOCAB_SIZE), torch.zeros(1, VOCAB_SIZE), torch.zeros(2, 1, 4)):
         with pytest.raises(ValueError, match="draw takes logits"):
             sampler.draw(wrong)
-    sampler.sequences[1].target_noise_used = True
+    sampler._sequences[1].target_noise_used = True
     with pytest.raises(ValueError, match="seen the target's noise"):
         sampler.draw(logits_at(0, 2))
     assert sampler.chains == [[], []]
     replay = sampler_of({}, exact="replay")
-    replay.sequences[0].target_noise_used = True
+    replay._sequences[0].target_noise_used = True
     replay.draw(logits_at(0, 1))  # there drafts use that noise anyway
     assert len(replay.chains[0]) == 1
 

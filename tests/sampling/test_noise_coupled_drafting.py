@@ -103,18 +103,28 @@ def test_weights_are_probability_over_noise(exact: Exact) -> None:
     assert weights.shape == ids.shape == (3, 5)
     for i, (b, path) in enumerate(zip(sequences, paths, strict=True)):
         probs, likely = (logits[i] / (1.0, 0.6)[b]).softmax(-1).topk(64)
-        key = target_rng_key(NodeContext(sampler.sequences[b], path))
+        key = target_rng_key(NodeContext(sampler._sequences[b], path))
         expected = probs.double() / -uniforms([key], 90)[0][likely].log()
         best, index = (expected / expected.sum()).topk(5)
         assert ids[i].tolist() == likely[index].tolist()
         assert weights[i].tolist() == pytest.approx(best.tolist())
-    assert all(sequence.target_noise_used for sequence in sampler.sequences)
+    assert all(sequence.target_noise_used for sequence in sampler._sequences)
 
 
 def test_only_sequences_that_were_asked_about_have_their_noise_seen() -> None:
     sampler = sampler_of({}, {})
     sampler.noise_coupled_topk(random_logits(0, 1), [1], [()], 2)
-    assert [sequence.target_noise_used for sequence in sampler.sequences] == [False, True]
+    assert [sequence.target_noise_used for sequence in sampler._sequences] == [False, True]
+
+
+def test_a_device_gets_the_keys_of_the_targets_noise_and_may_not_draw_any_more() -> None:
+    sampler = sampler_of({}, {})
+    keys = sampler.target_rng_keys(3)
+    for sequence, found in zip(sampler._sequences, keys, strict=True):
+        contexts = [NodeContext(sequence, (5,) * depth) for depth in range(3)]
+        assert found == [target_rng_key(context) for context in contexts]
+    with pytest.raises(ValueError, match="has seen the target's noise"):
+        sampler.draw(torch.zeros(2, VOCAB_SIZE))
 
 
 def test_greedy_sequences_are_ranked_by_probability_alone() -> None:

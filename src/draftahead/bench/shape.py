@@ -166,7 +166,7 @@ class PerfectDrafter(Drafter):
     def propose(self, batch: Batch) -> Draft | None:
         chains = []
         for sequence, max_depth in zip(batch.sequences, batch.max_depths, strict=True):
-            text, start = self.texts.get(sequence.request.prompt, []), sequence.num_generated
+            text, start = self.texts.get(sequence.prompt, []), sequence.num_generated
             chains.append(text[start : start + min(self.num_drafted, max_depth)])
         return Draft.chains(batch.roots, chains) if any(chains) else None
 

@@ -23,7 +23,7 @@ from draftahead.control.promises import Offer
 from draftahead.control.rates import BINS, Calibration, Usual
 from draftahead.core import tree
 from draftahead.core.draft import Draft
-from draftahead.core.types import Batch, Verdict
+from draftahead.core.types import RunningBatch, Verdict
 
 SLOPE = 0.03  # what a row is thought to add to a pass of one, before it was seen
 SURVEY_WARM_UP = 1.0  # seconds that a first pass of each width may take in all, at the start
@@ -206,7 +206,7 @@ class Policy:
 
     # ---------------------------------------------------------------- what the engine calls
 
-    def begin(self, batch: Batch) -> Costs:
+    def begin(self, batch: RunningBatch) -> Costs:
         """The batch that costs are for from now on."""
         self.costs.situate(len(batch.sequences), sum(len(s.tokens) for s in batch.sequences))
         return self.costs
@@ -223,7 +223,7 @@ class Policy:
 
     def observe(
         self,
-        batch: Batch,
+        batch: RunningBatch,
         verdict: Verdict,
         proposed: Draft | None,
         spent: Spent,

@@ -5,9 +5,9 @@ Shapes: B sequences of the batch, N nodes of a draft (node 0 is the root), V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from torch import Tensor
 
@@ -60,6 +60,56 @@ class TokenLogprob:
     top: dict[int, float]  # of the most likely tokens; the chosen one is not always among them
 
 
+class TokensView(Sequence[int]):
+    """A growing list of tokens that cannot be written to. Slices are copies."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._tokens[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
+
+    def __repr__(self) -> str:
+        return repr(self._tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceView:
+    """What a drafter may read of a sequence: nothing of it can be written to. One object for as
+    long as the sequence runs."""
+
+    id: int
+    prompt: tuple[int, ...]
+    namespace: str | None  # see Request
+    temperature: float  # 0: greedy
+    modifies_logits: bool  # by processors, which depend on a node's path
+    tokens: TokensView  # prompt and output; the last one is the root
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+
 @dataclass(eq=False)
 class SequenceState:
     """The host's state of one running sequence. `tokens[-1]` is the root of the next step."""
@@ -88,6 +138,7 @@ class SequenceState:
     takes_argmax: bool = field(init=False)  # greedy, of the logits as the model computes them
     # Tokens that end the output. They stay in token_ids; their text is not shown.
     end_ids: frozenset[int] = field(init=False)
+    view: SequenceView = field(init=False)  # for drafters
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
@@ -99,6 +150,14 @@ class SequenceState:
         self.takes_argmax = self.is_greedy and not self.modifies_logits
         ends = frozenset(params.stop_token_ids)
         self.end_ids = ends if params.ignore_eos else ends | request.eos_token_ids
+        self.view = SequenceView(
+            self.id,
+            request.prompt,
+            request.namespace,
+            params.temperature or 0.0,
+            self.modifies_logits,
+            TokensView(self.tokens),
+        )
 
     @property
     def output(self) -> list[int]:
@@ -109,11 +168,10 @@ class SequenceState:
         return len(self.tokens) - self.prompt_length
 
 
-class StepCost(Protocol):
+class StepCost(NamedTuple):
     """Seconds of the target's forward in a step, on this machine."""
 
-    def of(self, num_nodes: int) -> float:
-        """Of a forward over so many nodes of the whole batch."""
+    of: Callable[[int], float]  # of a forward over so many nodes of the whole batch
 
 
 class DraftSampler(Protocol):
@@ -152,24 +210,21 @@ class DraftSampler(Protocol):
         `draw` for it any more: its choice would depend on the noise, and bias the output.
         """
 
+    def target_rng_keys(self, num_depths: int) -> list[list[int]]:
+        """For drafts with the target's noise that a device builds: the keys of that noise, of each
+        sequence at each depth. As after `noise_coupled_topk`, nothing may be drawn any more."""
+
     def draft(self) -> DeviceDraft | None:
         """The tokens drawn so far; None if there are none."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The sequences of one step; sequence b is in batch slot b."""
+OneSequence = TypeVar("OneSequence", SequenceState, SequenceView)
 
-    sequences: tuple[SequenceState, ...]
-    max_depths: tuple[int, ...]  # how deep the draft of each sequence may be
-    sampler: DraftSampler | None = None  # there when the drafter is asked
-    exact: Exact = "distribution"
-    step_cost: StepCost | None = None  # for drafters that adapt to it
 
-    @property
-    def draft_sampler(self) -> DraftSampler:
-        assert self.sampler is not None, "only a drafter that is asked may sample"
-        return self.sampler
+class _Sequences(Generic[OneSequence]):
+    """Sequence b is in batch slot b."""
+
+    sequences: tuple[OneSequence, ...]
 
     @property
     def roots(self) -> list[int]:
@@ -184,6 +239,31 @@ class Batch:
         """Whether the logits of some sequence depend on the path of a node: without processors only
         its depth matters, and a draft on a device need not be copied to the host."""
         return any(sequence.modifies_logits for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class RunningBatch(_Sequences[SequenceState]):
+    """The sequences of one step, as the engine holds them."""
+
+    sequences: tuple[SequenceState, ...]
+    max_depths: tuple[int, ...]  # how deep the draft of each sequence may be
+    exact: Exact = "distribution"
+
+
+@dataclass(frozen=True)
+class Batch(_Sequences[SequenceView]):
+    """The sequences of one step, as a drafter sees them."""
+
+    sequences: tuple[SequenceView, ...]
+    max_depths: tuple[int, ...]
+    sampler: DraftSampler | None = None
+    exact: Exact = "distribution"
+    step_cost: StepCost | None = None  # for drafters that adapt to it
+
+    @property
+    def draft_sampler(self) -> DraftSampler:
+        assert self.sampler is not None, "only a drafter that is asked may sample"
+        return self.sampler
 
 
 @dataclass(frozen=True)

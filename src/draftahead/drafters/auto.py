@@ -25,7 +25,7 @@ from draftahead.control.rates import Calibration, Usual
 from draftahead.core import tree as core_tree
 from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft, Draft
-from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch, ForwardOutput, SequenceView, Verdict
 from draftahead.drafters.base import Drafter, DrafterContext, as_built, check_draft, positive_int
 from draftahead.drafters.registry import build, register
 from draftahead.errors import ConfigError, DrafterFaultWarning
@@ -297,7 +297,7 @@ class Auto(Drafter):
             )
         return found
 
-    def release(self, sequence: SequenceState) -> None:
+    def release(self, sequence: SequenceView) -> None:
         everyone = [*self.cheap.items()]
         if self.other:
             everyone.append((self.name, self.other))

@@ -18,7 +18,7 @@ from draftahead.control.promises import Offer
 from draftahead.core import tree
 from draftahead.core.checks import whole
 from draftahead.core.draft import DeviceDraft, Draft
-from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch, ForwardOutput, SequenceView, Verdict
 from draftahead.errors import ConfigError
 from draftahead.models.runner import ModelRunner
 
@@ -50,7 +50,7 @@ class Drafter(Protocol):
         `batch.sequences` do not hold the new tokens yet."""
         return
 
-    def release(self, sequence: SequenceState) -> None:
+    def release(self, sequence: SequenceView) -> None:
         """Frees the state kept for a sequence that has ended."""
         return
 

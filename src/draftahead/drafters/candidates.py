@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from draftahead.core import tree
 from draftahead.core.draft import Draft
-from draftahead.core.types import Batch, SequenceState
+from draftahead.core.types import Batch, SequenceView
 from draftahead.drafters.base import Drafter, positive_int
 
 DEFAULT_TREE_NODES = 15  # without the root: with it 16, which one forward takes cheaply
@@ -36,7 +36,7 @@ class CandidateDrafter(Drafter, Generic[Source]):
         self.max_nodes = positive_int(name, num_speculative_tokens, default=DEFAULT_TREE_NODES)
         self._drafts: dict[int, list[CandidateNode[Source]]] = {}  # by sequence
 
-    def candidates(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
+    def candidates(self, sequence: SequenceView, max_depth: int) -> list[CandidateNode[Source]]:
         """Nodes below the root, parents first; at most `max_nodes`."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class CandidateDrafter(Drafter, Generic[Source]):
         return Draft.trees(batch.roots, trees, confidence if self.adaptive else None)
 
     def outcomes(
-        self, sequence: SequenceState, emitted: list[int]
+        self, sequence: SequenceView, emitted: list[int]
     ) -> Iterator[tuple[CandidateNode[Source], bool]]:
         """(node, accepted) for every node whose parent was accepted."""
         nodes = self._drafts.get(sequence.id, [])
@@ -63,5 +63,5 @@ class CandidateDrafter(Drafter, Generic[Source]):
             if outcomes[node.parent] and outcome is not None:
                 yield node, outcome
 
-    def release(self, sequence: SequenceState) -> None:
+    def release(self, sequence: SequenceView) -> None:
         self._drafts.pop(sequence.id, None)

@@ -1,4 +1,5 @@
-"""Catches exceptions of a drafter and checks its drafts, so that faults only cost speed."""
+"""Catches exceptions of a drafter and checks its drafts, so that faults only cost speed. What it is
+given it cannot write to (core/types.py), or it is a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 from draftahead.control.promises import Offer
 from draftahead.core.draft import DeviceDraft, Draft
-from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch, ForwardOutput, SequenceView, Verdict
 from draftahead.drafters.base import Drafter, validated
 from draftahead.errors import DrafterFaultWarning
 
@@ -71,7 +72,7 @@ class GuardedDrafter:
         told = Verdict(_copied(verdict.paths), _copied(verdict.tokens))
         self._call(lambda: self.drafter.learn(batch, shown, output, told), None)
 
-    def release(self, sequence: SequenceState) -> None:
+    def release(self, sequence: SequenceView) -> None:
         self._call(lambda: self.drafter.release(sequence), None)
 
     # What follows is optional: an object that does not subclass Drafter may lack it.

@@ -6,8 +6,10 @@ tokens down to `prompt_lookup_min`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from draftahead.core.draft import Draft
-from draftahead.core.types import Batch, SequenceState
+from draftahead.core.types import Batch, SequenceView
 from draftahead.drafters.base import Drafter, DrafterContext, positive_int
 from draftahead.drafters.registry import register
 from draftahead.errors import ConfigError
@@ -21,14 +23,14 @@ class NgramIndex:
         self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of the next token
         self._indexed = 0  # tokens whose preceding n-grams are in the index
 
-    def extend(self, tokens: list[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         for end in range(self._indexed, len(tokens)):
             for size in self._sizes:
                 if size <= end:
                     self._next[tuple(tokens[end - size : end])] = end
         self._indexed = len(tokens)
 
-    def continuation(self, tokens: list[int], count: int) -> list[int]:
+    def continuation(self, tokens: Sequence[int], count: int) -> list[int]:
         for size in self._sizes:
             if size <= len(tokens):
                 start = self._next.get(tuple(tokens[len(tokens) - size :]))
@@ -69,5 +71,5 @@ class Lookup(Drafter):
             chains.append(index.continuation(sequence.tokens, min(self.count, max_depth)))
         return Draft.chains(batch.roots, chains) if any(chains) else None
 
-    def release(self, sequence: SequenceState) -> None:
+    def release(self, sequence: SequenceView) -> None:
         self._indexes.pop(sequence.id, None)

@@ -20,7 +20,7 @@ from draftahead.control.rates import Rates
 from draftahead.core import tree
 from draftahead.core.checks import FLAG, NAME
 from draftahead.core.draft import Draft
-from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch, ForwardOutput, SequenceView, Verdict
 from draftahead.drafters.base import MIN_CONFIDENCE, DrafterContext
 from draftahead.drafters.candidates import CandidateDrafter, CandidateNode
 from draftahead.drafters.registry import register
@@ -64,7 +64,7 @@ class Recycle(CandidateDrafter[Source]):
         self._by_sequence: dict[int, Successors] = {}  # by id
         self._by_namespace: OrderedDict[str, Successors] = OrderedDict()
 
-    def candidates(self, sequence: SequenceState, max_depth: int) -> list[CandidateNode[Source]]:
+    def candidates(self, sequence: SequenceView, max_depth: int) -> list[CandidateNode[Source]]:
         memory = self._memory(sequence)
 
         def children(node: CandidateNode[Source], index: int) -> Iterator[CandidateNode[Source]]:
@@ -78,8 +78,8 @@ class Recycle(CandidateDrafter[Source]):
         root = CandidateNode(sequence.tokens[-1], -1, 0, 1.0, (True, 0))
         return tree.best_first(children(root, 0), children, self.max_nodes, MIN_CONFIDENCE)
 
-    def _memory(self, sequence: SequenceState) -> Successors:
-        namespace = sequence.request.namespace
+    def _memory(self, sequence: SequenceView) -> Successors:
+        namespace = sequence.namespace
         if namespace is None or not self.shared:
             return self._by_sequence.setdefault(sequence.id, {})
         memory = self._by_namespace.setdefault(namespace, {})
@@ -106,7 +106,7 @@ class Recycle(CandidateDrafter[Source]):
             while len(memory) > MAX_TOKENS:
                 del memory[next(iter(memory))]
 
-    def release(self, sequence: SequenceState) -> None:
+    def release(self, sequence: SequenceView) -> None:
         super().release(sequence)
         self._by_sequence.pop(sequence.id, None)
 

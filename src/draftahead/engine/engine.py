@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +15,16 @@ from draftahead.core.detokenizer import Decode, Detokenizer
 from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import Stats, StepTimer
-from draftahead.core.types import Batch, Exact, ForwardOutput, Request, SequenceState, Verdict
+from draftahead.core.types import (
+    Batch,
+    Exact,
+    ForwardOutput,
+    Request,
+    RunningBatch,
+    SequenceState,
+    StepCost,
+    Verdict,
+)
 from draftahead.drafters.base import Drafter
 from draftahead.drafters.guard import GuardedDrafter
 from draftahead.drafters.none import NoDrafter
@@ -30,9 +39,9 @@ from draftahead.sampling.noise import rng_key
 class InFlightStep:
     """A step whose forward was launched, and whose output has not been read yet."""
 
-    batch: Batch
+    batch: RunningBatch
     timer: StepTimer
-    asked: bool  # the drafter was asked for a draft
+    shown: Batch | None  # to the drafter, if it was asked for a draft
     proposed: Draft | DeviceDraft  # the root alone if there is no draft
     draft: Draft | DeviceDraft  # the part of it that is verified
     output: ForwardOutput
@@ -56,6 +65,7 @@ class Engine:
         self.lossless = lossless
         self.scheduler = Scheduler(verifier, exact)
         self.policy = Policy()
+        self._step_cost = StepCost(self.policy.costs.of)
         self._guarded_drafter = GuardedDrafter(
             drafter, verifier.vocab_size, verifier.supports_device_draft
         )
@@ -86,8 +96,8 @@ class Engine:
         self.verifier.commit(draft, verdict)
         step.timer.lap("verify")
         logprobs = self.scheduler.logprobs(batch, verdict, output)
-        if step.asked:
-            self._learn(step, draft, verdict)
+        if step.shown is not None:
+            self._learn(step, step.shown, draft, verdict)
         num_kept = self.scheduler.update(batch, verdict, logprobs)
         for sequence in batch.sequences:
             if sequence.finish_reason is not None:
@@ -109,16 +119,16 @@ class Engine:
         if batch is None:
             return None
         proposed: Draft | DeviceDraft = Draft.root_only([s.tokens[-1] for s in batch.sequences])
-        timer, asked = StepTimer(), not self._is_plain and self._should_draft(batch)
-        if asked:
-            batch = self._with_sampler_and_costs(batch)
-            proposed = self._propose(batch)
-        draft = self._part_to_verify(proposed) if asked else proposed
+        timer, shown = StepTimer(), None
+        if not self._is_plain and self._should_draft(batch):
+            shown = self._shown(batch)
+            proposed = self._propose(shown)
+        draft = self._part_to_verify(proposed) if shown is not None else proposed
         timer.lap("draft")
         output = self.verifier.forward(batch, draft)
-        return InFlightStep(batch, timer, asked, proposed, draft, output)
+        return InFlightStep(batch, timer, shown, proposed, draft, output)
 
-    def _should_draft(self, batch: Batch) -> bool:
+    def _should_draft(self, batch: RunningBatch) -> bool:
         """Whether the drafter is asked for a draft in this step."""
         if self._guarded_drafter.gave_up or not any(batch.max_depths):
             return False
@@ -126,10 +136,11 @@ class Engine:
         offer = self._guarded_drafter.expected_offer if self.adaptive else None
         return not self.adaptive or self.policy.asks(len(batch.sequences), offer)
 
-    def _with_sampler_and_costs(self, batch: Batch) -> Batch:
-        """The batch with what a drafter needs: a sampler, and the cost of a forward."""
+    def _shown(self, batch: RunningBatch) -> Batch:
+        """The batch as a drafter sees it, with what it needs: a sampler, the cost of a forward."""
+        views = tuple([sequence.view for sequence in batch.sequences])
         sampler = RecordedDraftSampler(batch, self.verifier.vocab_size)
-        return replace(batch, sampler=sampler, step_cost=self.policy.costs)
+        return Batch(views, batch.max_depths, sampler, batch.exact, self._step_cost)
 
     def _propose(self, batch: Batch) -> Draft | DeviceDraft:
         """The drafter's draft, as large as a forward allows; the root alone if it has none."""
@@ -164,13 +175,13 @@ class Engine:
             return proposed
         return proposed if self.verifier.fixed_shape else self.policy.part_to_verify(proposed)
 
-    def _learn(self, step: InFlightStep, draft: Draft, verdict: Verdict) -> None:
+    def _learn(self, step: InFlightStep, shown: Batch, draft: Draft, verdict: Verdict) -> None:
         """Gives the verdict to the drafter. For a device draft, the time of building the trees is
         moved from "verify" to "draft": the host waited for both at once."""
         if isinstance(step.draft, DeviceDraft) and step.draft.timer is not None:
             step.timer.reassign("verify", "draft", step.draft.timer.laps()[-1])
         step.timer.lap("other")
-        self._guarded_drafter.learn(step.batch, draft, step.output, verdict)
+        self._guarded_drafter.learn(shown, draft, step.output, verdict)
         step.timer.lap("draft")
 
     def _record(
@@ -190,7 +201,7 @@ class Engine:
             draft if isinstance(step.proposed, DeviceDraft) else step.proposed,
             Spent(timer.cost("draft"), timer.cost("verify")),
             width=1 if self.verifier.fixed_shape else width,
-            asked=step.asked and self.adaptive,
+            asked=step.shown is not None and self.adaptive,
             unseen=isinstance(step.draft, DeviceDraft),
         )
 
@@ -222,7 +233,7 @@ class Engine:
             self._in_flight = None
             self.verifier.runner.synchronize()
         if self.scheduler.remove(sequence):
-            self._guarded_drafter.release(sequence)
+            self._guarded_drafter.release(sequence.view)
 
     def explain(self) -> list[str]:
         """Why it drafted as it did, a sentence each."""

@@ -10,7 +10,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from draftahead.core.stats import StepTimer
-from draftahead.core.types import Batch, Exact, ForwardOutput, SequenceState, TokenLogprob, Verdict
+from draftahead.core.types import (
+    Exact,
+    ForwardOutput,
+    RunningBatch,
+    SequenceState,
+    TokenLogprob,
+    Verdict,
+)
 from draftahead.models.verifier import Verifier
 from draftahead.sampling.noise import NodeContext
 from draftahead.sampling.sample import token_logprobs
@@ -28,7 +35,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------- the next batch
 
-    def schedule(self) -> Batch | None:
+    def schedule(self) -> RunningBatch | None:
         """Admits waiting sequences and returns the batch of the next step; None if it is empty."""
         while self.waiting and len(self.running) < self.max_batch:
             if self.waiting[0] in self.running:  # an interrupt came while it was admitted
@@ -39,7 +46,7 @@ class Scheduler:
             return None
         sequences = tuple(self.running)
         max_depths = tuple(map(self._max_depth, sequences))
-        return Batch(sequences, max_depths, exact=self._exact)
+        return RunningBatch(sequences, max_depths, self._exact)
 
     def _admit(self) -> None:
         """Gives the next waiting sequence a slot and fills it: with what another sample of the same
@@ -86,7 +93,7 @@ class Scheduler:
     # ------------------------------------------------------------------------ after a verdict
 
     def logprobs(
-        self, batch: Batch, verdict: Verdict, output: ForwardOutput
+        self, batch: RunningBatch, verdict: Verdict, output: ForwardOutput
     ) -> dict[int, list[TokenLogprob]]:
         """Of the emitted tokens of each sequence that asks for them, at the nodes they follow."""
         found = {}
@@ -98,7 +105,7 @@ class Scheduler:
         return found
 
     def update(
-        self, batch: Batch, verdict: Verdict, logprobs: Mapping[int, list[TokenLogprob]]
+        self, batch: RunningBatch, verdict: Verdict, logprobs: Mapping[int, list[TokenLogprob]]
     ) -> list[int]:
         """Appends the emitted tokens up to an end token, a stop string or max_tokens. Returns how
         many drafted tokens each sequence keeps. An interrupt undoes the sequence it meets, because

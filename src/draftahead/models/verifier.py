@@ -14,7 +14,7 @@ from draftahead.backends.base import DeviceTree
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import CompileTime
 from draftahead.core.tree import MAX_NODES
-from draftahead.core.types import Batch, Exact, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch, Exact, ForwardOutput, RunningBatch, SequenceState, Verdict
 from draftahead.errors import ReplayUnsupportedError
 from draftahead.models.runner import ModelRunner
 
@@ -90,7 +90,7 @@ class Verifier:
 
     # --------------------------------------------------------------------------------- a step
 
-    def forward(self, batch: Batch, draft: Draft | DeviceDraft) -> ForwardOutput:
+    def forward(self, batch: RunningBatch, draft: Draft | DeviceDraft) -> ForwardOutput:
         """One forward over all nodes of all sequences; one per sequence in fixed-shape replay, and
         where sequences use different frequencies of longrope."""
         self._repair(batch)
@@ -123,7 +123,7 @@ class Verifier:
         )
         return output.logits.clone()
 
-    def _repair(self, batch: Batch) -> None:
+    def _repair(self, batch: RunningBatch) -> None:
         """Prefills what slots lack of their sequences' tokens. An interrupted step may have kept KV
         entries of tokens that were never emitted, or lost some; an interrupted move of slots leaves
         another sequence's. A sequence that has outgrown longrope's threshold is computed anew with

@@ -26,7 +26,7 @@ from torch import Tensor
 from draftahead.core import tree
 from draftahead.core.device import device_of, small_tensor
 from draftahead.core.draft import DeviceDraft, Draft
-from draftahead.core.types import Batch, ForwardOutput, Verdict
+from draftahead.core.types import ForwardOutput, RunningBatch, Verdict
 from draftahead.errors import NonFiniteLogitsError
 from draftahead.sampling.noise import (
     NodeContext,
@@ -47,7 +47,7 @@ NO_TOKEN = -1  # where the logits allow no token, as in ForwardOutput.argmax
 def accept(
     draft: Draft | DeviceDraft,
     output: ForwardOutput,
-    batch: Batch,
+    batch: RunningBatch,
     rule: AcceptanceRule = "block",
     *,
     lossless: bool = True,
@@ -69,7 +69,7 @@ def accept(
 
 
 def accept_deterministic(
-    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: RunningBatch
 ) -> tuple[Verdict, Draft]:
     """Descends while a child holds the target's own token: all trees together, one level at a
     time."""
@@ -100,7 +100,7 @@ def accept_deterministic(
 
 
 def _target_tokens_of_all_nodes(
-    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: RunningBatch
 ) -> tuple[Draft, list[list[int]] | None]:
     """The draft on the host, and the target's own token at every node [B][N], with one
     synchronisation. None in place of the tokens (a) on a CPU, where sampling all nodes costs more
@@ -122,7 +122,11 @@ def _target_tokens_of_all_nodes(
 
 
 def _target_tokens(
-    output: ForwardOutput, batch: Batch, verdict: Verdict, active: list[int], nodes: list[int]
+    output: ForwardOutput,
+    batch: RunningBatch,
+    verdict: Verdict,
+    active: list[int],
+    nodes: list[int],
 ) -> list[int]:
     """The target's own token at one node of each active sequence, along its accepted path."""
     contexts = [NodeContext(batch.sequences[b], tuple(verdict.tokens[b])) for b in active]
@@ -136,7 +140,7 @@ def _target_tokens(
 
 
 def accept_block(
-    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: RunningBatch
 ) -> tuple[Verdict, Draft]:
     """Block verification of sampled chains, with one synchronisation."""
     assert draft.probs is not None
@@ -212,7 +216,7 @@ def block_residual(p: Tensor, q: Tensor, weight: Tensor, is_end: Tensor) -> Tens
 
 
 def accept_token_rejection(
-    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: RunningBatch
 ) -> tuple[Verdict, Draft]:
     """Token rejection of sampled chains: each token is tested against p/q at its node."""
     assert draft.probs is not None
@@ -260,7 +264,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def accept_typical(
-    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: RunningBatch
 ) -> tuple[Verdict, Draft]:
     """The longest path of typical tokens, ties broken by likelihood, and the target's own token
     after it. This changes the distribution towards what the drafter prefers."""
@@ -299,7 +303,7 @@ def typical_threshold(p: Tensor) -> Tensor:
 
 
 def _target_probs(
-    draft: Draft | DeviceDraft, output: ForwardOutput, batch: Batch
+    draft: Draft | DeviceDraft, output: ForwardOutput, batch: RunningBatch
 ) -> tuple[Tensor, Tensor]:
     """The target's distribution at every node [B, N, V], and the RNG key of its own token there
     [B, N]. A draft on a device is copied to the host only if the logits depend on the path."""
@@ -319,12 +323,12 @@ def _target_probs(
     return probs, rng_keys
 
 
-def _contexts_by_depth(batch: Batch, width: int) -> list[NodeContext]:
+def _contexts_by_depth(batch: RunningBatch, width: int) -> list[NodeContext]:
     """For RNG keys, which depend on the length of a path and not on its tokens."""
     return [NodeContext(s, (0,) * depth) for s in batch.sequences for depth in range(width)]
 
 
-def _emit(verdict: Verdict, b: int, token: int, batch: Batch) -> None:
+def _emit(verdict: Verdict, b: int, token: int, batch: RunningBatch) -> None:
     """Adds the target's own token to what sequence b emits, or its error if there is none."""
     if token == NO_TOKEN:
         _fail(verdict, b, batch)
@@ -332,7 +336,7 @@ def _emit(verdict: Verdict, b: int, token: int, batch: Batch) -> None:
         verdict.tokens[b].append(token)
 
 
-def _fail(verdict: Verdict, b: int, batch: Batch) -> None:
+def _fail(verdict: Verdict, b: int, batch: RunningBatch) -> None:
     """Records why the target has no token after what sequence b emits in this step."""
     processor_error = batch.sequences[b].processor_errors.get(tuple(verdict.tokens[b]))
     verdict.errors[b] = processor_error or NonFiniteLogitsError(
@@ -341,5 +345,5 @@ def _fail(verdict: Verdict, b: int, batch: Batch) -> None:
     )
 
 
-def _empty_verdict(batch: Batch) -> Verdict:
+def _empty_verdict(batch: RunningBatch) -> Verdict:
     return Verdict([[0] for _ in batch.sequences], [[] for _ in batch.sequences])

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from draftahead.core.device import small_tensor
 from draftahead.core.draft import DeviceDraft
-from draftahead.core.types import Batch
+from draftahead.core.types import RunningBatch
 from draftahead.sampling.noise import (
     NodeContext,
     RngStream,
@@ -35,10 +35,22 @@ class RecordedDraftSampler:
     (Gumbel coupling, for more agreement) and no distribution is kept.
     """
 
-    def __init__(self, batch: Batch, vocab_size: int) -> None:
-        self.batch, self.sequences, self.vocab_size = batch, batch.sequences, vocab_size
-        self.keeps_probs = batch.exact == "distribution" and not batch.all_greedy
-        self.probs: list[Tensor] = []  # [B, V] per depth
+    # All private, and there can be no others: a drafter that holds this can replace nothing of it.
+    __slots__ = (
+        "_active",
+        "_batch",
+        "_drawn",
+        "_keeps_probs",
+        "_lengths",
+        "_probs",
+        "_sequences",
+        "_vocab_size",
+    )
+
+    def __init__(self, batch: RunningBatch, vocab_size: int) -> None:
+        self._batch, self._sequences, self._vocab_size = batch, batch.sequences, vocab_size
+        self._keeps_probs = batch.exact == "distribution" and not batch.all_greedy
+        self._probs: list[Tensor] = []  # [B, V] per depth
         self._drawn: list[Tensor] = []  # [B] per depth
         self._lengths = [0] * len(batch.sequences)  # of each chain
         self._active = [max_depth > 0 for max_depth in batch.max_depths]
@@ -47,7 +59,7 @@ class RecordedDraftSampler:
     def chains(self) -> list[list[int]]:
         """The tokens drawn for each sequence. Waits for the device."""
         if not self._drawn:
-            return [[] for _ in self.sequences]
+            return [[] for _ in self._sequences]
         drawn = torch.stack(self._drawn, 1).tolist()
         return [chain[:n] for chain, n in zip(drawn, self._lengths, strict=True)]
 
@@ -56,12 +68,12 @@ class RecordedDraftSampler:
         longest = max(self._lengths)
         if not longest:
             return None
-        root_tensor = small_tensor(self.batch.roots, torch.int64, self._drawn[0].device)
+        root_tensor = small_tensor(self._batch.roots, torch.int64, self._drawn[0].device)
         tokens = torch.stack([root_tensor, *self._drawn[:longest]], 1)
         probs = None
-        if self.keeps_probs:  # a leaf has no children
-            probs = torch.stack([*self.probs[:longest], torch.zeros_like(self.probs[0])], 1)
-        return DeviceDraft(self.batch.roots, tokens, [1 + n for n in self._lengths], probs)
+        if self._keeps_probs:  # a leaf has no children
+            probs = torch.stack([*self._probs[:longest], torch.zeros_like(self._probs[0])], 1)
+        return DeviceDraft(self._batch.roots, tokens, [1 + n for n in self._lengths], probs)
 
     # --------------------------------------------------------------------------- drawing
 
@@ -69,35 +81,35 @@ class RecordedDraftSampler:
         self, logits: Tensor, active: Tensor | None = None, argmax: Tensor | None = None
     ) -> Tensor:
         # Everything that can fail comes before the draw: drawn tokens cannot be taken back.
-        if self.keeps_probs and any(sequence.target_noise_used for sequence in self.sequences):
+        if self._keeps_probs and any(sequence.target_noise_used for sequence in self._sequences):
             raise ValueError("a drafter that has seen the target's noise must not draw")
-        if logits.ndim != 2 or len(logits) != len(self.sequences):
-            raise ValueError(f"draw takes logits [{len(self.sequences)}, V], not {logits.shape}")
-        wanted = active.tolist() if active is not None else [True] * len(self.sequences)
+        if logits.ndim != 2 or len(logits) != len(self._sequences):
+            raise ValueError(f"draw takes logits [{len(self._sequences)}, V], not {logits.shape}")
+        wanted = active.tolist() if active is not None else [True] * len(self._sequences)
         depth = len(self._drawn)
         tokens, has_token = self._sample(logits, depth, argmax)
-        checks = zip(self._active, wanted, has_token, self.batch.max_depths, strict=True)
+        checks = zip(self._active, wanted, has_token, self._batch.max_depths, strict=True)
         self._active = [a and bool(w) and h and depth < limit for a, w, h, limit in checks]
         self._lengths = [n + a for n, a in zip(self._lengths, self._active, strict=True)]
         self._drawn.append(tokens)
-        return tokens
+        return tokens.clone()  # the drafter's own, which it may overwrite
 
     def _sample(
         self, logits: Tensor, depth: int, argmax: Tensor | None
     ) -> tuple[Tensor, list[bool]]:
         """Tokens [B], and which sequences had a distribution: without processors, all."""
-        all_true = [True] * len(self.sequences)
-        if all(sequence.takes_argmax for sequence in self.sequences):
-            if argmax is not None and logits.shape[-1] <= self.vocab_size:
-                return argmax.clamp(min=0), all_true
-            return logits[:, : self.vocab_size].argmax(-1), all_true
-        paths = self.chains if self.batch.modifies_logits else [[0] * depth] * len(self.sequences)
+        all_true = [True] * len(self._sequences)
+        if all(sequence.takes_argmax for sequence in self._sequences):
+            if argmax is not None and logits.shape[-1] <= self._vocab_size:
+                return argmax.clamp(0, self._vocab_size - 1), all_true
+            return logits[:, : self._vocab_size].argmax(-1), all_true
+        paths = self.chains if self._batch.modifies_logits else [[0] * depth] * len(self._sequences)
         contexts = [
             NodeContext(sequence, tuple(path))
-            for sequence, path in zip(self.sequences, paths, strict=True)
+            for sequence, path in zip(self._sequences, paths, strict=True)
         ]
-        logits = _fit_to_vocab(logits, self.vocab_size)
-        if not self.keeps_probs:
+        logits = _fit_to_vocab(logits, self._vocab_size)
+        if not self._keeps_probs:
             tokens, has_token = sample_target(logits, contexts)
         else:
             probs = probs_of(logits, contexts)
@@ -105,8 +117,8 @@ class RecordedDraftSampler:
             probs = probs.where(has_token[:, None], 1.0)  # the chain ends here: any would do
             rng_keys = [step_rng_key(RngStream.DRAFT, context) for context in contexts]
             tokens = sample_gumbel(probs, rng_keys)
-            self.probs.append(probs)
-        return tokens, has_token.tolist() if self.batch.modifies_logits else all_true
+            self._probs.append(probs)
+        return tokens, has_token.tolist() if self._batch.modifies_logits else all_true
 
     # ----------------------------------------------------------- drafting with the target's noise
 
@@ -121,22 +133,22 @@ class RecordedDraftSampler:
         """See DraftSampler. A token's weight is its probability over the target's own exponential
         noise for it: the heaviest is what the target would sample from this distribution."""
         contexts = [
-            NodeContext(self.sequences[b], path) for b, path in zip(sequences, paths, strict=True)
+            NodeContext(self._sequences[b], path) for b, path in zip(sequences, paths, strict=True)
         ]
         for context in contexts:
             context.sequence.target_noise_used |= not context.sequence.is_greedy
         # Processors take the target's token ids.
-        if self.batch.modifies_logits:
-            logits = scatter_to_vocab(logits, draft_to_target, self.vocab_size)
+        if self._batch.modifies_logits:
+            logits = scatter_to_vocab(logits, draft_to_target, self._vocab_size)
             draft_to_target = None
-        size = self.vocab_size if draft_to_target is None else len(draft_to_target)
+        size = self._vocab_size if draft_to_target is None else len(draft_to_target)
         logits = process_logits(_fit_to_vocab(logits, size), contexts)
         params = [context.sequence.params for context in contexts]
         temperature = column([p.temperature or 1.0 for p in params], logits)
-        num_candidates = k if self.batch.all_greedy else NOISE_COUPLED_TOKENS
+        num_candidates = k if self._batch.all_greedy else NOISE_COUPLED_TOKENS
         probs, ids = (logits / temperature).softmax(-1).topk(min(num_candidates, logits.shape[-1]))
         ids = ids if draft_to_target is None else draft_to_target[ids]
-        if self.batch.all_greedy:  # no noise is involved
+        if self._batch.all_greedy:  # no noise is involved
             return probs, ids
         noise = -uniforms_at([target_rng_key(context) for context in contexts], ids).log()
         sampled = small_tensor([[not p.is_greedy] for p in params], torch.bool, logits.device)
@@ -144,6 +156,13 @@ class RecordedDraftSampler:
         weights = (weights / weights.sum(-1, keepdim=True)).where(sampled, probs.to(weights))
         best, index = weights.topk(min(k, weights.shape[-1]))
         return best, ids.gather(-1, index)
+
+    def target_rng_keys(self, num_depths: int) -> list[list[int]]:
+        """See DraftSampler."""
+        for sequence in self._sequences:
+            sequence.target_noise_used = True
+        depths = [(0,) * depth for depth in range(num_depths)]
+        return [[target_rng_key(NodeContext(s, path)) for path in depths] for s in self._sequences]
 
 
 def scatter_to_vocab(logits: Tensor, draft_to_target: Tensor | None, vocab_size: int) -> Tensor:

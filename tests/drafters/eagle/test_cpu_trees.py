@@ -134,6 +134,6 @@ def test_trees_that_depend_on_more_than_logits_are_built_level_by_level(
     model, llm, drafter = eagle_llm(monkeypatch, kernels=True, max_batch=1)
     builder, batch = builder_and_batch(llm, drafter, [[1, 2, 3, 4]], params)
     assert not builder.supports(batch, drafter.builder)
-    llm.engine.release(batch.sequences[0])
+    llm.engine.release(llm.engine.scheduler.running[0])
     expected = LLM(model, "none").generate([1, 2, 3, 4], params)[0].token_ids
     assert llm.generate([1, 2, 3, 4], params)[0].token_ids == expected

@@ -77,7 +77,7 @@ def test_a_slot_that_held_another_text_is_recomputed_from_where_they_differ(
         cache.tokens_in[0].clear()
         started(drafter, [sequence])
         assert torch.allclose(cache.keys[0][0, :, : len(prompt) - 1], found, atol=1e-5)
-        llm.engine.release(sequence)
+        llm.engine.release(llm.engine.scheduler.running[0])
 
 
 @with_and_without_kernels

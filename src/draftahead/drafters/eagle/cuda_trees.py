@@ -7,12 +7,11 @@ from draftahead.backends.base import UnsupportedSpecError
 from draftahead.backends.cuda.timing import TimerCache
 from draftahead.core.device import device_of
 from draftahead.core.draft import DeviceDraft
-from draftahead.core.types import Batch, SequenceState
+from draftahead.core.types import Batch
 from draftahead.drafters.eagle.cuda_head import CudaEagleHead, TreePlan
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.drafters.eagle.spec import input_projection
-from draftahead.sampling.noise import NodeContext, target_rng_key
 
 
 class CudaTreeLauncher:
@@ -63,10 +62,8 @@ class CudaTreeLauncher:
             target.aux_indices(runner.head.config.aux_layers),
             plan,
             timer=timer,
-            rng_keys=[_rng_keys(s, plan) for s in batch.sequences] if plan.sampled else [],
-            temperatures=[s.params.temperature or 0.0 for s in batch.sequences]
-            if plan.sampled
-            else [],
+            rng_keys=batch.draft_sampler.target_rng_keys(plan.max_depth) if plan.sampled else [],
+            temperatures=[s.temperature for s in batch.sequences] if plan.sampled else [],
         )
         if trees is None:
             return None
@@ -77,10 +74,3 @@ class CudaTreeLauncher:
         """Where the target's hidden states of the next `count` inputs lie."""
         start, cache = len(self._runner.cache.tokens_in[slot]), self._runner.target.cache
         return [cache.physical_entry(slot, entry) for entry in range(start, start + count)]
-
-
-def _rng_keys(sequence: SequenceState, plan: TreePlan) -> list[int]:
-    """The keys of the target's own noise at each depth: see DraftSampler.noise_coupled_topk."""
-    sequence.target_noise_used = True
-    contexts = (NodeContext(sequence, (0,) * depth) for depth in range(plan.max_depth))
-    return [target_rng_key(context) for context in contexts]

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftahead.backends.cpu.kernels import NODES_PER_CALL
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.core.device import device_of
-from draftahead.core.types import SequenceState
+from draftahead.core.types import SequenceView
 from draftahead.drafters.eagle.runner import EagleRunner
 from draftahead.kv.cache import CacheView, SlotOwners, slots_from
 from draftahead.models.runner import PREFILL_CHUNK
@@ -25,7 +25,7 @@ from draftahead.models.runner import PREFILL_CHUNK
 MAX_MISSING = 16
 
 
-def has_inputs(sequence: SequenceState) -> bool:
+def has_inputs(sequence: SequenceView) -> bool:
     """An input needs the hidden states of a token before the root."""
     return len(sequence.tokens) > 1
 
@@ -41,7 +41,7 @@ class HeadPrefill:
         # Graphs read the target's hidden states at the address at which they were captured.
         self._graphs_hidden = runner.target.cache.hidden
 
-    def prepare(self, sequences: Sequence[SequenceState], max_missing: int) -> list[list[int]]:
+    def prepare(self, sequences: Sequence[SequenceView], max_missing: int) -> list[list[int]]:
         """Returns the tokens of each slot's missing inputs, the last of which is the root. If there
         are more than `max_missing`, all but the last are computed here. For a sequence of one
         token, which has no input, a dummy is returned."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftahead.core import tree
 from draftahead.core.device import last_of, padded, small_tensor
-from draftahead.core.types import SequenceState
+from draftahead.core.types import SequenceView
 from draftahead.drafters.eagle.prefill import MAX_MISSING, HeadPrefill
 from draftahead.drafters.eagle.runner import EagleRunner, HeadOutput, NodeRange
 
@@ -20,7 +20,7 @@ class TreeForward:
     the root."""
 
     def __init__(
-        self, runner: EagleRunner, prefill: HeadPrefill, sequences: Sequence[SequenceState]
+        self, runner: EagleRunner, prefill: HeadPrefill, sequences: Sequence[SequenceView]
     ) -> None:
         """Computes the missing inputs of every sequence; the last ones are those of the roots."""
         missing = prefill.prepare(sequences, MAX_MISSING)

@@ -8,11 +8,12 @@ keeps them (`shared_tokens`).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from draftahead.core.checks import whole
 from draftahead.core.draft import Draft
-from draftahead.core.types import Batch, ForwardOutput, SequenceState, Verdict
+from draftahead.core.types import Batch, ForwardOutput, SequenceView, Verdict
 from draftahead.drafters.base import DrafterContext
 from draftahead.drafters.candidates import CandidateDrafter
 from draftahead.drafters.registry import register
@@ -40,7 +41,7 @@ class SequenceIndex:
         self.shared: SuffixAutomaton | None = None
         self.cursor = AutomatonCursor()
 
-    def extend(self, tokens: list[int], shared: SuffixAutomaton | None) -> list[Match]:
+    def extend(self, tokens: Sequence[int], shared: SuffixAutomaton | None) -> list[Match]:
         """Adds the new tokens; returns the matches of the sequence's suffixes."""
         if shared is not None and shared is not self.shared:  # rebuilt
             self.shared, self.cursor = shared, AutomatonCursor()
@@ -75,9 +76,9 @@ class Suffix(CandidateDrafter[Match]):
         self.rates = MatchRates()
         self._indexes: dict[int, SequenceIndex] = {}  # by sequence
 
-    def candidates(self, sequence: SequenceState, max_depth: int) -> list[SuffixNode]:
+    def candidates(self, sequence: SequenceView, max_depth: int) -> list[SuffixNode]:
         index = self._indexes.setdefault(sequence.id, SequenceIndex())
-        namespace, shared = sequence.request.namespace, None
+        namespace, shared = sequence.namespace, None
         if namespace is not None and self.corpus is not None:
             shared = self.corpus.automaton(namespace)
         matches = index.extend(sequence.tokens, shared)
@@ -93,11 +94,11 @@ class Suffix(CandidateDrafter[Match]):
             for node, accepted in best.values():
                 self.rates.note(node.source.length - 1, accepted)  # of the match without the node
 
-    def release(self, sequence: SequenceState) -> None:
+    def release(self, sequence: SequenceView) -> None:
         super().release(sequence)
         self._indexes.pop(sequence.id, None)
-        if self.corpus is not None and sequence.request.namespace is not None:
-            self.corpus.add(sequence.request.namespace, sequence.output)
+        if self.corpus is not None and sequence.namespace is not None:
+            self.corpus.add(sequence.namespace, sequence.output)
 
     # ------------------------------------------------------------------------ earlier outputs
 
