@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from draftahead.backends.cpu.linear import quantize_model
 from draftahead.config import LLMConfig
@@ -12,10 +13,11 @@ from draftahead.core.checks import choice
 from draftahead.core.detokenizer import byte_tokens, no_text
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
-from draftahead.core.types import Completion, SequenceState, StreamChunk
+from draftahead.core.types import Completion, Request, SequenceState, StreamChunk
 from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.engine.engine import Engine
+from draftahead.engine.shared import SharedEngine
 from draftahead.errors import ConfigError, DraftaheadError
 from draftahead.inputs import Inputs, Message, Prompt, as_prompts
 from draftahead.loader import embedded, hub
@@ -116,7 +118,7 @@ class LLM:
         )
         follow_model = config.generation_config is not None
         self._inputs = Inputs(self.model, self.tokenizer, verifier.runner, follow_model)
-        self.engine = Engine(
+        engine = Engine(
             verifier,
             registry.build(config.drafter, context),
             no_text if self.tokenizer is None else self._decode,
@@ -125,6 +127,25 @@ class LLM:
             rule=config.rule,
             lossless=config.lossless,
         )
+        self._shared = SharedEngine(engine)
+
+    @property
+    def engine(self) -> Engine:
+        return self._shared.engine
+
+    def close(self) -> None:
+        """Frees the KV cache, and the model unless another holds it. Threads that wait for this LLM
+        get an error; so does any later call. `with LLM(...) as llm:` closes it at the end."""
+        if not self._shared.closed:
+            self._shared.close()
+            del self._loader, self._inputs
+            self.model = self.tokenizer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # ------------------------------------------------------------------------------ generating
 
@@ -141,6 +162,7 @@ class LLM:
         with all `completions` on it, or returned in its Completion with errors="return".
         `namespace`: requests of one namespace may draft from each other's outputs.
         """
+        self._shared.check_open()
         choice("raise", "return").of("errors", errors)
         given = as_prompts(prompts)
         if isinstance(sampling_params, Sequence):
@@ -149,23 +171,20 @@ class LLM:
             params = [sampling_params] * len(given)
         if len(params) != len(given):
             raise ConfigError(f"{len(params)} sampling_params for {len(given)} prompts")
-        groups: list[list[SequenceState] | DraftaheadError] = []
+        requests = [
+            self._request(prompt, one or SamplingParams(), namespace)
+            for prompt, one in zip(given, params, strict=True)
+        ]
+        sequences: list[SequenceState] = []
         try:
-            for prompt, one in zip(given, params, strict=True):
-                try:
-                    request = self._inputs.request(
-                        prompt, one or SamplingParams(), namespace=namespace
-                    )
-                    groups.append(self.engine.add(request))
-                except DraftaheadError as error:
-                    groups.append(error)
-            while any(s.finish_reason is None for group in groups for s in _sequences(group)):
-                self.engine.step()
+            groups = iter(self._shared.add([one for one in requests if isinstance(one, Request)]))
+            results = [next(groups) if isinstance(one, Request) else one for one in requests]
+            sequences = [one for group in results if isinstance(group, list) for one in group]
+            running = deque(sequences)
+            self._shared.run_until(lambda: _have_ended(running))
         finally:  # also when interrupted: nothing stays behind in the engine
-            for group in groups:
-                for sequence in _sequences(group):
-                    self.engine.release(sequence)
-        completions = [c for i, group in enumerate(groups) for c in self._completions(i, group)]
+            self._shared.release(sequences)
+        completions = [c for i, group in enumerate(results) for c in self._completions(i, group)]
         failed = [c.error for c in completions if c.error is not None]
         if failed and errors == "raise":
             failed[0].completions = completions
@@ -197,29 +216,35 @@ class LLM:
         `reuse` starts from the KV entries that an earlier stream left in the cache, as far as the
         prompts agree: for conversations.
         """
+        self._shared.check_open()
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ConfigError("stream gives one text; use generate for n of them")
         request = self._inputs.request(prompt, params, reuse=reuse, namespace=namespace)
-        (sequence,) = self.engine.add(request)
+        ((sequence,),) = self._shared.add([request])
         shown_tokens = shown_text = 0
-        ended = False
+        chunks: list[StreamChunk] = []
+
+        def has_chunks() -> bool:
+            chunks[:] = _stable_chunks(sequence, shown_tokens, shown_text)
+            return bool(chunks)
+
         try:
-            while not ended:
-                if sequence.finish_reason is None:
-                    self.engine.step()  # steps of other streams advance this sequence as well
-                ended = sequence.finish_reason is not None
-                for chunk in _stable_chunks(sequence, shown_tokens, shown_text):
+            while not chunks or chunks[-1].finish_reason is None:
+                self._shared.run_until(has_chunks)
+                for chunk in chunks:
                     shown_tokens += len(chunk.token_ids)
                     shown_text += len(chunk.text)
                     yield chunk
         finally:  # a stream that is dropped frees its slot
-            self.engine.release(sequence)
+            self._shared.release([sequence])
         if sequence.error is not None:
             raise sequence.error
         return self._completion(0, sequence)
 
     def __repr__(self) -> str:
+        if self._shared.closed:
+            return "LLM(closed)"
         dtype = self.config.quantize or str(self.model.dtype).removeprefix("torch.")
         drafter = type(self.engine.drafter).__name__
         device = self.engine.verifier.runner.device
@@ -245,13 +270,23 @@ class LLM:
     def explain(self) -> list[str]:
         """Why it drafted as it did so far, a sentence each."""
         warning = [] if self.config.lossless else [NOT_LOSSLESS]
-        return [*warning, *self.engine.explain()]
+        return [*warning, *self._shared.between_steps(self.engine.explain)]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt."""
+        self._shared.check_open()
         return list(self._inputs.encode(prompt).ids)
 
     # ------------------------------------------------------------------------------- results
+
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, namespace: str | None
+    ) -> Request | DraftaheadError:
+        """The checked request, or why there is none."""
+        try:
+            return self._inputs.request(prompt, params, namespace=namespace)
+        except DraftaheadError as error:
+            return error
 
     def _decode(self, ids: Sequence[int]) -> str:
         text = self.tokenizer.decode(
@@ -286,8 +321,11 @@ class LLM:
         )
 
 
-def _sequences(group: list[SequenceState] | DraftaheadError) -> list[SequenceState]:
-    return [] if isinstance(group, DraftaheadError) else group
+def _have_ended(running: deque[SequenceState]) -> bool:
+    """Whether all have; those that have are taken out."""
+    while running and running[0].finish_reason is not None:
+        running.popleft()
+    return not running
 
 
 def _stable_chunks(sequence: SequenceState, tokens: int, text: int) -> Iterator[StreamChunk]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 
 from draftahead.kv import attention
 
@@ -125,27 +125,38 @@ def test_the_additive_mask_is_zero_where_a_distance_is_not_negative(dtype: torch
     assert torch.equal(found, torch.tensor([[lowest, lowest, 0, 0, 0]], dtype=dtype))
 
 
-def test_the_probe_records_the_options_of_each_layer() -> None:
+def test_calls_of_a_model_are_recorded_with_their_options() -> None:
     calls: dict[int, dict[str, Any]] = {}
-    name = attention.register(calls)
     query, key, value = inputs(torch.float32)
     distance = expected_distances(trees=True)
     numbered, other = nn.Identity(), nn.Identity()
     numbered.layer_idx = 3  # type: ignore[assignment]
-    for module, window in ((numbered, 2), (other, 4)):
-        found, _ = AttentionInterface()[name](
-            module, query, key, value, distance, sliding_window=window
-        )
-        wanted, _ = attention.grouped_attention(
-            module, query, key, value, distance, sliding_window=window
-        )
-        assert torch.equal(found, wanted)
+    with attention.in_configs([], calls):
+        for module, window in ((numbered, 2), (other, 4)):
+            found, _ = AttentionInterface()[attention.NAME](
+                module, query, key, value, distance, sliding_window=window
+            )
+            wanted, _ = attention.grouped_attention(
+                module, query, key, value, distance, sliding_window=window
+            )
+            assert torch.equal(found, wanted)
     assert calls == {3: {"sliding_window": 2}, -1: {"sliding_window": 4}}
 
 
 def test_a_model_that_builds_its_own_mask_is_noticed() -> None:
-    names = attention.NAME, attention.register({})
-    assert AttentionInterface()[attention.NAME] is attention.grouped_attention
-    for name in names:
-        with pytest.raises(AssertionError, match="built its own mask"):
-            AttentionMaskInterface()[name](batch_size=1)
+    with (
+        attention.in_configs([]),
+        pytest.raises(AssertionError, match="built its own mask"),
+    ):
+        AttentionMaskInterface()[attention.NAME](batch_size=1)
+
+
+def test_configs_are_restored() -> None:
+    """Also after an error, and with what their owner has chosen meanwhile."""
+    config = LlamaConfig(attn_implementation="eager")
+    for name in ("eager", "sdpa"):
+        config._attn_implementation = name
+        with pytest.raises(ZeroDivisionError), attention.in_configs([config]):
+            assert config._attn_implementation == attention.NAME
+            raise ZeroDivisionError
+        assert config._attn_implementation == name

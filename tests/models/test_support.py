@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import zoo
@@ -21,12 +19,10 @@ def test_models_that_cannot_roll_back_are_refused_by_name(name: str) -> None:
 
 
 @pytest.fixture
-def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def untested(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No architecture counts as tested; attention may be patched."""
     monkeypatch.setattr(support, "TESTED", frozenset())
-    yield monkeypatch
-    monkeypatch.undo()
-    attention.register({})
+    return monkeypatch
 
 
 def test_an_untested_architecture_that_agrees_with_itself_is_taken(untested: object) -> None:

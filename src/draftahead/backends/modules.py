@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -24,17 +26,57 @@ def is_patched(module: Any) -> bool:
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
+_locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+_lock_of_locks = threading.Lock()
+
+
+def lock_of(model: Any) -> threading.RLock:
+    """Held while a model is patched, and while somebody looks for patches of its owner's. Several
+    engines may run the same layers, whatever is wrapped around them."""
+    try:
+        key = layers_of(model)[0]
+    except ConfigError:
+        key = model
+    with _lock_of_locks:
+        return _locks.setdefault(key, threading.RLock())
+
+
 @contextmanager
 def patched_forwards(forwards: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """While entered, the modules run these forwards. Restored also if patching is interrupted."""
+    """While entered, the modules run these forwards in this thread; in others, what they ran
+    before. Restored also if patching is interrupted. Hold the model's lock."""
     before = [vars(module).get("forward") for module, _ in forwards]
+    thread = threading.get_ident()
     try:
-        for module, forward in forwards:
-            vars(module)["forward"] = forward  # not by setattr, which nn.Module makes slow
+        for (module, forward), own in zip(forwards, before, strict=True):
+            # Not by setattr, which nn.Module makes slow.
+            vars(module)["forward"] = _ForThread(thread, forward, own, module)
         yield
     finally:
-        for (module, _), forward in zip(forwards, before, strict=True):
-            if forward is None:
+        for (module, _), own in zip(forwards, before, strict=True):
+            if own is None:
                 vars(module).pop("forward", None)
             else:
-                vars(module)["forward"] = forward
+                vars(module)["forward"] = own
+
+
+class _ForThread:
+    """One forward in one thread, another one in all others."""
+
+    __slots__ = ("forward", "module", "own", "thread")
+
+    def __init__(
+        self,
+        thread: int,
+        forward: Callable[..., Any],
+        own: Callable[..., Any] | None,
+        module: nn.Module,
+    ) -> None:
+        self.thread, self.forward, self.own, self.module = thread, forward, own, module
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if threading.get_ident() == self.thread:
+            return self.forward(*args, **options)
+        if self.own is not None:
+            return self.own(*args, **options)
+        return type(self.module).forward(self.module, *args, **options)

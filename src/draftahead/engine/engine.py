@@ -207,9 +207,9 @@ class Engine:
 
     # ------------------------------------------------------------------- requests in and out
 
-    def add(self, request: Request) -> list[SequenceState]:
-        """Queues a request; one sequence for each of its n samples."""
-        sequences = [
+    def new_sequences(self, request: Request) -> list[SequenceState]:
+        """One for each of the request's n samples. Any thread may call it."""
+        return [
             SequenceState(
                 request=request,
                 id=next(self._ids),
@@ -221,6 +221,10 @@ class Engine:
             )
             for sample in range(request.params.n)
         ]
+
+    def add(self, request: Request) -> list[SequenceState]:
+        """Queues a request."""
+        sequences = self.new_sequences(request)
         self.scheduler.add(sequences)
         return sequences
 

@@ -7,14 +7,18 @@ layers, chains and trees (where the index of a KV entry is not its position).
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-NAME = "draftahead"
-PROBE = "draftahead_probe"
+NAME = "draftahead"  # under which transformers finds our attention and mask functions
 
 
 def distances(num_cached: Tensor, depths: Tensor, ancestors: Tensor | None, kv_len: int) -> Tensor:
@@ -87,20 +91,64 @@ def additive(distance: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def _mask_from_us(*_: object, **__: object) -> Tensor:
-    raise AssertionError("the model built its own mask although ours was passed")
+# -------------------------------------------------------------------- as a model's own attention
 
 
-def register(calls: dict[int, dict[str, Any]]) -> str:
-    """Registers the attention function with transformers, and a mask function beside it: without
-    one, a model gets no mask. Returns the name of a variant that records each layer's options in
-    `calls`."""
+class _ThisThread(threading.local):
+    is_ours = False  # whether it runs a model inside `in_configs`
+    calls: dict[int, dict[str, Any]] | None = None  # see `in_configs`
 
-    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        calls[int(getattr(module, "layer_idx", -1))] = kwargs
-        return grouped_attention(module, *args, **kwargs)
 
-    for name, function in ((NAME, grouped_attention), (PROBE, recording)):
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, _mask_from_us)
-    return PROBE
+_this_thread = _ThisThread()
+# By id of a configuration, the name of the attention function that its owner has chosen.
+_owners_choice: dict[int, str] = {}
+
+
+@contextmanager
+def in_configs(
+    configs: Sequence[Any], calls: dict[int, dict[str, Any]] | None = None
+) -> Iterator[None]:
+    """While entered, the layers with these configurations call our attention function in this
+    thread, and their owner's in other threads. `calls` takes each layer's options."""
+    before = [config._attn_implementation for config in configs]
+    for config, name in zip(configs, before, strict=True):
+        if id(config) not in _owners_choice:
+            weakref.finalize(config, _owners_choice.pop, id(config), None)
+        _owners_choice[id(config)] = name
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)  # without one, a model gets no mask
+    try:
+        for config in configs:
+            config._attn_implementation_internal = NAME
+        _this_thread.is_ours, _this_thread.calls = True, calls
+        yield
+    finally:
+        _this_thread.is_ours, _this_thread.calls = False, None
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation_internal = name
+
+
+def _attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Any]:
+    if torch.compiler.is_compiling():  # which only our own forwards do under this name
+        return grouped_attention(module, *args, **options)
+    if not _this_thread.is_ours:
+        name = _owners_choice[id(module.config)]
+        theirs = AttentionInterface().get(name, _eager_attention(module))
+        return theirs(module, *args, **options)  # type: ignore[no-any-return]
+    if _this_thread.calls is not None:
+        _this_thread.calls[int(getattr(module, "layer_idx", -1))] = options
+    return grouped_attention(module, *args, **options)
+
+
+def _mask(*args: Any, config: Any = None, **options: Any) -> Any:
+    assert not _this_thread.is_ours, "the model built its own mask although ours was passed"
+    function = AttentionMaskInterface().get(_owners_choice[id(config)])
+    return None if function is None else function(*args, config=config, **options)
+
+
+def _eager_attention(module: nn.Module) -> Callable[..., Any]:
+    """The function that transformers takes for "eager": in the file of the module's class."""
+    homes = (sys.modules.get(base.__module__) for base in type(module).__mro__)
+    found = (getattr(home, "eager_attention_forward", None) for home in homes)
+    function: Callable[..., Any] = next(one for one in found if one is not None)
+    return function

@@ -6,6 +6,7 @@ shift each layer's index, and with it its kind of attention and its place in the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -117,9 +118,11 @@ def aux_hidden_states(model: Any, layers: Sequence[int]) -> Iterator[dict[int, T
     the last one normed. By hooks of our own, which are removed again: those that
     transformers registers for `output_hidden_states` stay, and would look like a patched model."""
     found: dict[int, Tensor] = {}
+    thread = threading.get_ident()
 
     def keep(layer: int, _: Any, __: Any, output: Any) -> None:
-        found[layer] = output if isinstance(output, Tensor) else output[0]
+        if threading.get_ident() == thread:  # another's belongs to the model's owner
+            found[layer] = output if isinstance(output, Tensor) else output[0]
 
     modules = [*layers_of(model)[:-1], model.get_decoder()] if layers else []
     handles = [modules[i - 1].register_forward_hook(partial(keep, i)) for i in layers]

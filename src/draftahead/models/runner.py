@@ -9,8 +9,8 @@ tested is compared with its own forward once, at load.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from draftahead.backends.cuda.compaction import GraphedCompaction
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.padding import Padding
 from draftahead.backends.fingerprint import WeightFingerprint
+from draftahead.backends.modules import lock_of
 from draftahead.backends.select import select_backend
 from draftahead.core import tree
 from draftahead.core.device import device_of
@@ -207,17 +208,23 @@ class ModelRunner:
         mask: Tensor,
         cache: Any,
         with_logits: bool,
-        attention_name: str = attention.NAME,
         layers: LayerSubset | None = None,
+        attention_calls: dict[int, dict[str, Any]] | None = None,
     ) -> Tensor:
-        """The forward of transformers, with our cache and attention."""
+        """The forward of transformers, with our cache, attention and linear layers in it, and the
+        model as it was afterwards. `attention_calls` takes the options of each layer's attention.
+        """
         aux_layers = self._aux_layers if layers is None else ()
         if not self.uses_attention_interface:
             mask = attention.additive(mask, self.model.dtype)
         extra = {} if with_logits or not self._has_logits_to_keep else {"logits_to_keep": 1}
-        subset = layers.patched() if layers else nullcontext()
-        aux = aux_hidden_states(self.model, aux_layers)
-        with self._our_attention(attention_name), subset, aux as hidden:
+        with (
+            lock_of(self.model),
+            attention.in_configs(self._configs, attention_calls),
+            self._linears.patched(),
+            layers.patched() if layers else nullcontext(),
+            aux_hidden_states(self.model, aux_layers) as hidden,
+        ):
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -230,19 +237,6 @@ class ModelRunner:
             cache.store_hidden(torch.stack([hidden[layer] for layer in aux_layers], 2))
         logits: Tensor = output.logits
         return logits
-
-    @contextmanager
-    def _our_attention(self, name: str = attention.NAME) -> Iterator[None]:
-        """Our attention function and linear layers in the model, which is restored on exit."""
-        before = [config._attn_implementation for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation_internal = name
-            with self._linears.patched():
-                yield
-        finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = name
 
     # ---------------------------------------------------------------------------- long RoPE
 
@@ -376,9 +370,8 @@ class ModelRunner:
         each of them calls its attention function."""
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         calls: dict[int, dict[str, Any]] = {}
-        name = attention.register(calls)
         try:
-            self._model_forward(one, one, one[:, None, None], probe, False, name)
+            self._model_forward(one, one, one[:, None, None], probe, False, attention_calls=calls)
         except Exception as problem:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} does not run with a cache that can be rolled back "
@@ -395,8 +388,9 @@ class ModelRunner:
     def _choose_backend(self, slot: int = 0) -> Backend | None:
         """A faster way to run forwards, if there is one and it agrees with the model's own forward
         on a prompt and a tree."""
-        self._fingerprint = WeightFingerprint(self.model)
         self._prefill = None
+        with lock_of(self.model):
+            self._fingerprint = WeightFingerprint(self.model)
         backend, self.backend_choice = select_backend(
             self.model,
             self.cache,
@@ -417,9 +411,10 @@ class ModelRunner:
 
     def _refresh_backend(self, slot: int) -> None:
         """If the model's weights have been moved or patched since the last prompt."""
-        if self._backend is not None and not self._fingerprint.holds():
-            self._backend = None
-            self._backend = self._choose_backend(slot)
+        with lock_of(self.model):  # another engine's patches are not the owner's
+            if self._backend is not None and not self._fingerprint.holds():
+                self._backend = None
+                self._backend = self._choose_backend(slot)
 
     def _disagreement(self, slot: int, backend: Backend) -> str | None:
         """How a backend's logits differ from those of the model's own forward, or None."""
