@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from draftahead.core.stats import StepTimer
 from draftahead.core.types import (
@@ -30,10 +30,9 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
 
-    def add(self, sequences: Sequence[SequenceState]) -> None:
-        """Queues sequences. An interrupt may come before this returns, and it be called again."""
-        if sequences and not (self.waiting and self.waiting[-1] is sequences[-1]):
-            self.waiting.extend(sequences)
+    def add(self, sequences: Iterable[SequenceState]) -> None:
+        """Queues sequences. One that is queued twice runs once."""
+        self.waiting.extend(sequences)
 
     # ------------------------------------------------------------------------- the next batch
 
