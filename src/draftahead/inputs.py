@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -192,7 +193,8 @@ class Inputs:
     def _tokenized(self, text: str, add_special_tokens: bool) -> list[int]:
         self._require_tokenizer()
         _check_text("the prompt", text)
-        ids = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        with _tokenizing:
+            ids = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         return [int(i) for i in ids]
 
     def _require_tokenizer(self) -> None:
@@ -201,6 +203,7 @@ class Inputs:
 
 
 WHOLE = whole()
+_tokenizing = threading.Lock()  # a tokenizer sets its options anew at every call
 
 
 def as_prompts(given: Any) -> list[Any]:

@@ -8,6 +8,9 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +129,24 @@ def test_unknown_devices_and_dtypes_are_refused(tiny_folder: Path) -> None:
         hub.load(tiny_folder, device="cuda:99")
     with pytest.raises(ConfigError, match="did you mean 'bfloat16'"):
         hub.load(tiny_folder, dtype="bfloat61")
+
+
+def test_models_are_loaded_one_at_a_time(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers changes settings of the process meanwhile, which each load restores."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    meet, met = threading.Barrier(2), []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            meet.wait(0.2)
+            met.append(True)
+        return load(*args, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", slow)
+    before = dict(os.environ)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: hub.load(tiny_folder, device="cpu"), range(2)))
+    assert not met
+    assert dict(os.environ) == before

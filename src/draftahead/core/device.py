@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -190,6 +191,8 @@ class CudaDevice(Device):
         torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
 
 
+_capturing = threading.Lock()  # the garbage collector belongs to the process
+
 # Kept alive: the caching allocator may still refer to a graph whose capture failed.
 _FAILED: list[torch.cuda.CUDAGraph] = []
 
@@ -208,6 +211,10 @@ class CudaGraphMemory:
             self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, body: Callable[[], Any]) -> Captured:
+        with _capturing:
+            return self._capture(body)
+
+    def _capture(self, body: Callable[[], Any]) -> Captured:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # freeing a graph or pinned memory during the capture would abort it
         try:

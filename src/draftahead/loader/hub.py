@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 PICKLED_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
+# transformers changes torch's default dtype, its own verbosity and the environment while it loads.
+_loading = threading.RLock()
 HOW_TO_CONVERT = (
     "has no safetensors weights, and pickled ones are not read because they can run code; if you "
     "trust it, load it with transformers once and write it with model.save_pretrained(folder)"
@@ -69,7 +72,7 @@ def load(
         # transformers' own progress bars are shown for downloads from the hub only.
         is_download = isinstance(source, str) and sys.stderr.isatty()
         quiet: AbstractContextManager[None] = nullcontext() if is_download else quiet_transformers()
-        with quiet, _without_conversion_service():
+        with _loading, quiet, _without_conversion_service():
             if isinstance(source, Path) and source.is_file():
                 network, tokenizer = _load_gguf(source, dtype)
             else:

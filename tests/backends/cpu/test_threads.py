@@ -85,6 +85,25 @@ def test_another_python_thread_keeps_its_number() -> None:
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.usefixtures("two_threads")
+def test_a_new_python_thread_has_the_kernels_of_the_others() -> None:
+    """torch gives it the number of threads of the process, which is 1 meanwhile."""
+    seen: list[int] = []
+
+    def new() -> None:
+        seen.append(num_threads())
+        with torch_single_threaded():
+            seen.append(num_threads())
+        seen.append(torch.get_num_threads())
+
+    with torch_single_threaded():
+        thread = threading.Thread(target=new)
+        thread.start()
+        thread.join()
+    assert seen == [2, 2, 2]
+    assert torch.get_num_threads() == 2
+
+
 # Drafters whose small operations run in one thread.
 @pytest.mark.usefixtures("two_threads", "generous_policy")
 @pytest.mark.parametrize("name", ["eagle", "eagle_adaptive", "eagle_tree", "medusa", "medusa_tree"])

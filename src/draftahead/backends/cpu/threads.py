@@ -8,20 +8,15 @@ from contextlib import contextmanager
 
 import torch
 
-
-class _ThisThread(threading.local):
-    full: int | None = (
-        None  # torch's number of threads before `torch_single_threaded`, while it is entered
-    )
-
-
-_this_thread = _ThisThread()
+_lock = threading.Lock()
+_full = 0  # torch's number of threads while no Python thread is in `torch_single_threaded`
+_entered: set[int] = set()  # Python threads that are
 
 
 def num_threads() -> int:
     """Threads for our kernels: as many as torch has outside `torch_single_threaded`."""
-    full = _this_thread.full
-    return torch.get_num_threads() if full is None else full
+    with _lock:
+        return _full if _entered else torch.get_num_threads()
 
 
 @contextmanager
@@ -31,15 +26,21 @@ def torch_single_threaded() -> Iterator[None]:
     waiting for a second thread can take a time slice (8 ms).
 
     May be nested. Other Python threads that already use torch keep their number of OpenMP threads;
-    MKL's number belongs to the process, so their matrix products are slower meanwhile.
+    MKL's number belongs to the process, so their matrix products are slower meanwhile. Those that
+    use torch for the first time begin with one thread, so the number is asked for here.
     """
-    if _this_thread.full is not None:
+    global _full
+    thread = threading.get_ident()
+    if thread in _entered:
         yield
         return
-    full = _this_thread.full = torch.get_num_threads()
+    with _lock:
+        full = _full = _full if _entered else torch.get_num_threads()
+        _entered.add(thread)
     try:
         torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(full)
-        _this_thread.full = None
+        with _lock:
+            _entered.discard(thread)
