@@ -347,7 +347,8 @@ class ModelRunner:
         found = stored.view(*entries.shape, len(self._aux_layers), -1)
         if tuple(layers) == self._aux_layers:
             return found
-        return found[:, :, [*self.aux_indices(layers)]]
+        # Not by a list of indices, which would be copied to the device: a capture forbids that.
+        return torch.stack([found[:, :, index] for index in self.aux_indices(layers)], 2)
 
     def aux_indices(self, layers: Sequence[int]) -> tuple[int, ...]:
         """Indices of these layers among those whose hidden states are stored."""
