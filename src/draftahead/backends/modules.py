@@ -31,7 +31,7 @@ _lock_of_locks = threading.Lock()
 
 
 def lock_of(model: Any) -> threading.RLock:
-    """Held while a model is patched, and while somebody looks for patches of its owner's. Several
+    """Held while a model is patched, and while patches of its owner are looked for. Several
     engines may run the same layers, whatever is wrapped around them."""
     try:
         key = layers_of(model)[0]
