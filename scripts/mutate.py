@@ -72,6 +72,7 @@ ENGINE: Gate = (
     _files("engine", "step"),
     _files("engine", "interrupts drafter_isolation launch_ahead slots"),
 )
+SHARED: Gate = (_files("engine", "threads"), _files("llm", "streaming"))
 KV: Gate = (["tests/kv"], _files("models", "runner support hidden_states"))
 AHEAD = "tests/engine/test_launch_ahead.py::test_"
 VERIFIER: Gate = (
@@ -112,6 +113,7 @@ TARGETS: dict[str, tuple[str, Gate]] = {
     "detokenizer": ("core/detokenizer.py", (["tests/core"], ["tests/engine/test_scheduler.py"])),
     "scheduler": ("engine/scheduler.py", SCHEDULER),
     "engine": ("engine/engine.py", ENGINE),
+    "shared": ("engine/shared.py", SHARED),
     "guard": ("drafters/guard.py", (_files("drafters", "guard"), FAULTS)),
     "base": ("drafters/base.py", (_files("drafters", "validation"), FAULTS)),
     "cache": ("kv/cache.py", KV),
