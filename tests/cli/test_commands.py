@@ -210,6 +210,6 @@ def test_a_full_disk_is_one_line(
     def full(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "x.json")
 
-    monkeypatch.setattr(cli.options, "output_console", full)
+    monkeypatch.setattr(cli.terminal, "output_console", full)
     assert run("bench", "--shape", "tiny", "--max-tokens", "2", "--limit", "1") == 1
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'x.json'\n"

@@ -53,21 +53,31 @@ def load_prompts(source: str | Path = "builtin") -> list[BenchPrompt]:
         text = resources.files("draftahead").joinpath("data/prompts.jsonl").read_text("utf-8")
     else:
         try:
-            text = Path(source).read_text("utf-8-sig")
+            text = decoded(Path(source).read_bytes(), str(source))
         except OSError as error:
             raise ConfigError(f"cannot read the prompts in {source}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"cannot read {source}, which must be UTF-8: {error}") from None
     found = []
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines would split at U+2028
         if line.strip():
             try:
                 found.append(_parsed(json.loads(line), number))
+            except json.JSONDecodeError as error:
+                where = f"{source}, line {number}, column {error.colno}"
+                raise ConfigError(f"{where}: a line is a JSON object ({error.msg})") from None
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{source}, line {number}: {FORMS} ({error})") from None
     if not found:
         raise ConfigError(f"{source} holds no prompts and no texts")
     return found
+
+
+def decoded(content: bytes, source: str) -> str:
+    """The text of a file, with or without a byte order mark."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise PromptError(f"{source}, line {line}: this is not UTF-8 text ({error})") from None
 
 
 def _parsed(entry: Any, number: int) -> BenchPrompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from draftahead import __version__
-from draftahead.cli import bench, chat, demo, drafters, generate, models, options, train, tune
+from draftahead.cli import bench, chat, command, demo, drafters, generate, models, train, tune
 from draftahead.errors import DraftaheadError
 from draftahead.loader.progress import is_quiet
 
@@ -22,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # in plain text, no option is cut at the width of a terminal
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
+for function in (
     demo.demo,
     generate.generate,
     chat.chat,
@@ -31,7 +30,7 @@ for command in (
     bench.bench,
     tune.tune,
 ):
-    app.command()(command)
+    app.command()(function)
 app.add_typer(train.app, name="train")
 
 
@@ -49,8 +48,8 @@ def _global_options(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
-    verbose: options.Verbose = False,
-    quiet: options.Quiet = False,
+    verbose: command.Verbose = False,
+    quiet: command.Quiet = False,
 ) -> None: ...
 
 
@@ -62,13 +61,12 @@ def _show_warning(message: object, category: type[Warning], *_: object, **__: ob
 def main() -> None:
     warnings.showwarning = _show_warning
     try:
-        app()  # raises SystemExit; typer handles mistyped options and Ctrl-C (exit code 130)
+        # Raises SystemExit; typer handles mistyped options, closed pipes, Ctrl-C (exit code 130).
+        # The name is given for `python -m draftahead`: completion is for a command of one word.
+        app(prog_name="draftahead")
     except DraftaheadError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except BrokenPipeError:  # `draftahead generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
     except OSError as error:  # a disk that is full, a file that went away
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Option
 
-from draftahead.cli import options
+from draftahead.cli import checks, command, options, terminal
 from draftahead.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ WITH_SHAPE |= {"limit", "repeats", "max_tokens", "temperature", "seed", "json_fi
 WITH_SHAPE |= {"verbose", "quiet"}
 
 
-@options.grouped
+@command.grouped
 def bench(
     context: Context,
     model: options.LLMOptions,
@@ -54,9 +54,9 @@ def bench(
     from draftahead.bench.configurations import check_engines
     from draftahead.bench.report import draw
 
-    engines = options.split_list(against or "")
+    engines = checks.split_list(against or "")
     if shape is not None:
-        options.check_unused(context, set(context.params) - WITH_SHAPE, "with --shape")
+        command.check_unused(context, set(context.params) - WITH_SHAPE, "with --shape")
         check_engines(engines, None)
         report = _bench_shape(
             shape,
@@ -68,13 +68,13 @@ def bench(
             against_transformers="transformers" in engines,
         )
     else:
-        options.check_unused(context, ["acceptance_rate"], "without --shape")
+        command.check_unused(context, ["acceptance_rate"], "without --shape")
         check_engines(engines, model.model)
-        names = [name for name in options.split_list(drafter) if name != "none"]
+        names = [name for name in checks.split_list(drafter) if name != "none"]
         drafters = _configs(names, draft_model, num_speculative_tokens)
         for text in speculative_config or ():
-            drafters |= _config(options.json_config(text))
-        sizes = options.split_numbers("--batch", batch)
+            drafters |= _config(checks.json_config(text))
+        sizes = checks.split_numbers("--batch", batch)
         lossless = not not_lossless
         report = _bench_model(model, measured, drafters, engines, sizes, latency, lossless)
     measured.write(report, draw)
@@ -99,7 +99,7 @@ def _configs(
 
 def _config(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """One of --speculative-config, by its method and what else it says."""
-    options.check_drafter(config, ())
+    checks.check_drafter(config)
     given = ", ".join(f"{key}={value}" for key, value in config.items() if key != "method")
     name = config.get("method", "draft_model")
     return {f"{name}({given})" if given else name: config}
@@ -117,7 +117,7 @@ def _bench_shape(shape: str, measured: options.BenchOptions, **chosen: Any) -> d
         **chosen,
     )
     rows = [*report["results"], *report["other_engines"]]
-    console = options.output_console()
+    console = terminal.output_console()
     for table in (latency_table(report), overhead_table(report), results_table(rows, shape)):
         console.print(table)
     return report
@@ -138,7 +138,7 @@ def _bench_model(
     from draftahead.bench.measure import measure, prepare, results_of
     from draftahead.bench.report import latency_table, results_table
 
-    console, notes = options.output_console(), options.notes_console()
+    console, notes = terminal.output_console(), terminal.notes_console()
     prompts, params = measured.prompt_set(), measured.params()
     llm = measured.build(model)
     runner, forward_ms = llm.engine.verifier.runner, None

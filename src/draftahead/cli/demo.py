@@ -15,7 +15,7 @@ from typer import Option
 
 from draftahead.bench.prompts import BenchPrompt, load_prompts
 from draftahead.bench.report import table_of
-from draftahead.cli import options
+from draftahead.cli import command, options, terminal
 from draftahead.cli.generate import DRAFTED
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
@@ -28,12 +28,12 @@ KINDS = ("code_edit", "summary", "question_with_context", "translation", "code",
 PANEL_LINES = 12  # of text, the last ones
 
 
-@options.grouped
+@command.grouped
 def demo(
     model: options.LLMOptions,
     drafter: options.DrafterOptions,
     num_speculative_tokens: options.NumSpeculativeTokens = None,
-    max_tokens: Annotated[int, Option(help="Tokens to generate per prompt.")] = 96,
+    max_tokens: options.MaxTokens = 96,
     per_kind: Annotated[int, Option(help="Prompts of each kind.", min=1)] = 1,
     json_file: options.Json = None,
 ) -> None:
@@ -47,7 +47,7 @@ def demo(
     plain = drafted.with_drafter("none")
     for llm in (plain, drafted):  # warm-up: the first forward pass of each is slow
         llm.generate("Hello", SamplingParams(temperature=0, max_tokens=4))
-    console = options.output_console()
+    console = terminal.output_console()
     rows: list[dict[str, Any]] = []
     races: list[tuple[Completion, Completion]] = []
     for kind in KINDS:

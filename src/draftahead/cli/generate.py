@@ -13,7 +13,7 @@ from rich.text import Text
 from typer import Argument, Exit, Option
 
 from draftahead.bench.prompts import BenchPrompt, has_chat_template, load_prompts
-from draftahead.cli import options, rows
+from draftahead.cli import checks, command, options, rows, terminal
 from draftahead.core.stats import Stats
 from draftahead.errors import ConfigError, PromptError
 from draftahead.loader.progress import terminal_progress
@@ -40,16 +40,16 @@ class Sources:
         Path | None,
         Option(
             help="For --prompts: JSON lines, in the same order; unset: standard output.",
-            callback=options.check_file,
+            callback=checks.check_file,
         ),
     ] = None
     resume: Annotated[bool, Option("--resume", help="Go on with the file of --out.")] = False
-    batch: Annotated[int, Option(min=1, help="Sequences at once.")] = 8
+    batch: options.Batch = 8
 
     def read(self) -> list[BenchPrompt]:
         """Those that are not done."""
         if (self.prompt is None) == (self.prompts is None):
-            raise PromptError("give a prompt, or --prompts FILE with many")
+            raise PromptError("give a prompt, or - for standard input, or --prompts FILE with many")
         if self.prompts is not None:
             found = load_prompts(self.prompts)
             if self.resume and self.out is not None:
@@ -60,16 +60,13 @@ class Sources:
         for flag, given in (("--out", self.out), ("--resume", self.resume)):
             if given:
                 raise ConfigError(f"{flag} is for --prompts")
-        try:
-            text = sys.stdin.read() if self.prompt == "-" else self.prompt
-        except UnicodeDecodeError as error:
-            raise PromptError(f"standard input is not UTF-8 text ({error})") from None
+        text = terminal.read_input() if self.prompt == "-" else self.prompt
         if not text:
             raise PromptError("the prompt is empty: give some text, or - and standard input")
         return [BenchPrompt(1, "", turns=(text,))]
 
 
-@options.grouped
+@command.grouped
 def generate(
     sources: Sources,
     model: options.LLMOptions,
@@ -84,7 +81,7 @@ def generate(
     logprobs: Annotated[
         int | None, Option(help="In JSON: of so many likely tokens; 0: of the chosen one only.")
     ] = None,
-    system: Annotated[str | None, Option(help="The system message.")] = None,
+    system: options.System = None,
     chat: Annotated[
         bool | None,
         Option("--chat/--raw", help="With the chat template, or without; unset: if there is one."),
@@ -124,14 +121,14 @@ def generate(
         total = _show(llm, requests[0][1], params, as_json=as_json)
     reasons = llm.explain()
     if not_lossless:
-        options.notes_console().print(reasons.pop(0), style="red")
+        terminal.notes_console().print(reasons.pop(0), style="red")
     if stats:
-        options.error_console().print(stats_table(total))
+        terminal.error_console().print(stats_table(total))
     if explain:
         for reason in reasons:
-            options.error_console().print(f"- {reason}")
+            terminal.error_console().print(f"- {reason}")
     if failed:
-        options.error_console().print(f"error: {failed} of {len(requests)} prompts failed")
+        terminal.error_console().print(f"error: {failed} of {len(requests)} prompts failed")
         raise Exit(1)
 
 
@@ -161,9 +158,15 @@ def _show(llm: LLM, request: Any, params: SamplingParams, *, as_json: bool) -> S
 
 
 def show_stream(
-    llm: LLM, prompt: Any, params: SamplingParams, *, reuse: bool = False
+    llm: LLM,
+    prompt: Any,
+    params: SamplingParams,
+    *,
+    reuse: bool = False,
+    shown: list[str] | None = None,
 ) -> Completion:
-    """Prints the text as it is generated and returns the completion. Ctrl-C passes through."""
+    """Prints the text as it is generated, adds it to `shown`, and returns the completion. Ctrl-C
+    passes through."""
     console = Console(soft_wrap=True, highlight=False)
     stream = llm.stream(prompt, params, reuse=reuse)
     while True:
@@ -172,6 +175,8 @@ def show_stream(
         except StopIteration as end:
             print()
             return end.value  # type: ignore[no-any-return]
+        if shown is not None and chunk.text:
+            shown.append(chunk.text)
         if console.is_terminal:
             style = DRAFTED if any(chunk.drafted) else ""
             console.print(Text(chunk.text, style=style), end="")

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
-from draftahead.cli import options
+from draftahead.cli import command, options
 from draftahead.errors import ConfigError
 from draftahead.loader.embedded import ALIASES
 
 
-@options.grouped
+@dataclass(frozen=True)
+class CheckOptions(options.LLMOptions):
+    """For --check."""
+
+    model: Annotated[str | None, Argument(help="For --check; unset: smollm2.")] = None  # type: ignore[assignment]
+
+
+@command.grouped
 def models(
-    model: Annotated[str | None, Argument(help="For --check; unset: smollm2.")] = None,
+    context: Context,
+    chosen: CheckOptions,
     check: Annotated[
         bool, Option("--check", help="Load MODEL and print which backend runs it, and why.")
     ] = False,
-    dtype: Annotated[str | None, Option(help="For --check: float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, Option(help="For --check: cpu or cuda.")] = None,
-    quantize: Annotated[str | None, Option(help="For --check: int8.")] = None,
 ) -> None:
     """List the models at hand; or check how one would run.
 
-    At hand are the aliases, and what the cache of the Hugging Face hub holds.
+    At hand are the aliases, and what the cache of the Hugging Face hub holds. All options are for
+    --check.
     """
     if check:
-        chosen = options.LLMOptions(model or "smollm2", dtype, device, quantize=quantize)
-        typer.echo("\n".join(chosen.build("none").describe()))
+        loaded = replace(chosen, model=chosen.model or "smollm2").build("none")
+        typer.echo("\n".join(loaded.describe()))
         return
-    given = {"--dtype": dtype, "--device": device, "--quantize": quantize, model: model}
-    if unused := [name for name, value in given.items() if value is not None]:
-        raise ConfigError(f"to check how a model would run, add --check to {unused[0]}")
+    if chosen.model is not None:
+        raise ConfigError(f"to check how a model would run, add --check to {chosen.model}")
+    command.check_unused(context, vars(chosen), "without --check")
     for alias in ALIASES.values():
         where = str(alias.folder) if alias.is_complete() else "not downloaded yet"
         typer.echo(f"{alias.name}: {alias.title}, {_size(alias.bytes_on_disk)}, {where}")

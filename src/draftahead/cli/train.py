@@ -11,7 +11,7 @@ import typer
 from typer import Option, Typer
 
 from draftahead.bench.prompts import load_prompts
-from draftahead.cli import options
+from draftahead.cli import checks, command, options, terminal
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.errors import ConfigError, DraftaheadError
 from draftahead.train.config import TrainConfig
@@ -36,19 +36,19 @@ DepthDecay = Annotated[float, Option(help="Weight of a depth's loss over that be
 
 
 @app.command()
-@options.grouped
+@command.grouped
 def data(
     model: options.LLMOptions,
     drafter: options.DrafterOptions,
     prompts: Annotated[Path, Option(help="JSON lines of prompt, messages, turns or text.")],
     out: Out,
-    max_tokens: Annotated[int, Option(min=1, help="Tokens to generate, at most.")] = 256,
+    max_tokens: options.MaxTokens = 256,
     max_length: Annotated[
         int | None, Option(min=1, help="Leave out prompts of more tokens.")
     ] = None,
-    temperature: Annotated[float, Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, Option(help="For temperatures above 0.")] = 0,
-    batch: Annotated[int, Option(min=1, help="Sequences at once.")] = 8,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    batch: options.Batch = 8,
     shard: Annotated[str, Option(help="2/3: shard 2 of 3, for several processes.")] = "1/1",
     max_context: options.MaxContext = None,
 ) -> None:
@@ -64,7 +64,7 @@ def data(
     number, count = int(parts[0]), int(parts[1])
     if not 1 <= number <= count:
         raise ConfigError(f"--shard {shard}: the first number must be 1 to {count}")
-    options.check_folder(out)
+    checks.check_folder(out)
     given = load_prompts(prompts)
     llm = model.build(drafter.config(), max_context=max_context, max_batch=batch)
     requests, texts = dataset.encode_prompts(given, llm)
@@ -78,7 +78,7 @@ def data(
             params=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed),
             max_length=max_length,
             shard=(number, count),
-            report=options.notes_console().print,
+            report=terminal.notes_console().print,
         )
     found = dataset.read_data(out)
     typer.echo(f"{out}: {len(found)} texts with {found.num_learned} tokens to learn")
@@ -126,7 +126,7 @@ class TrainOptions(options.ModelOptions):
         from draftahead.models.support import text_config
         from draftahead.train.dataset import read_for_training
 
-        options.check_folder(self.out)
+        checks.check_folder(self.out)
         if self.hidden_states_folder is not None and not self.cache_hidden_states:
             raise ConfigError("--hidden-states-folder needs a size: give --cache-hidden-states GB")
         torch.manual_seed(seed)  # all processes start with the same weights
@@ -163,7 +163,7 @@ class TrainOptions(options.ModelOptions):
             cache_folder=folder,
             shard=(processes.process_index, processes.num_processes),
         )
-        notes = options.notes_console(quiet=not processes.is_main_process)
+        notes = terminal.notes_console(quiet=not processes.is_main_process)
         size = sum(weight.numel() for weight in task.module.parameters() if weight.requires_grad)
         notes.print(
             f"{setup.train.num_learned} tokens to learn in {len(setup.train)} texts "
@@ -203,7 +203,7 @@ class TrainOptions(options.ModelOptions):
 
 
 @app.command()
-@options.grouped
+@command.grouped
 def eagle(
     training: TrainOptions,
     config: TrainConfig,
@@ -227,7 +227,7 @@ def eagle(
     num_layers = int(text_config(setup.model).num_hidden_layers)
     chosen = {2, num_layers // 2, num_layers - 3}
     if aux_layers is not None:
-        chosen = set(options.split_numbers("--aux-layers", aux_layers))
+        chosen = set(checks.split_numbers("--aux-layers", aux_layers))
     head = new_head(
         setup.model,
         setup.train.most_frequent(draft_vocabulary, setup.vocab_size),
@@ -247,7 +247,7 @@ def eagle(
 
 
 @app.command()
-@options.grouped
+@command.grouped
 def medusa(
     training: TrainOptions,
     config: TrainConfig,
@@ -272,7 +272,7 @@ def medusa(
 
 
 @app.command()
-@options.grouped
+@command.grouped
 def exit(
     training: TrainOptions,
     config: TrainConfig,
@@ -304,7 +304,7 @@ class DraftModelSizes:
 
 
 @app.command()
-@options.grouped
+@command.grouped
 def distill(
     training: TrainOptions, config: TrainConfig, sizes: DraftModelSizes, depth: Depth = 5
 ) -> None:
@@ -324,7 +324,7 @@ def distill(
 
 
 @app.command()
-@options.grouped
+@command.grouped
 def export(
     model: options.ModelOptions,
     head: Annotated[str, Option(help="Folder, file or hub id of a trained head.")],

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from draftahead.cli import options
+from draftahead.cli import checks, command, options, terminal
 from draftahead.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class TuneOptions(options.BenchOptions):
     repeats: Annotated[int, Option(help="Repetitions; the median counts.", min=1)] = 2
 
 
-@options.grouped
+@command.grouped
 def tune(
     model: options.LLMOptions,
     drafter: options.DrafterOptions,
@@ -26,7 +26,7 @@ def tune(
         str,
         Option("--num-speculative-tokens", "-k", help="Numbers to measure, separated by commas."),
     ] = "1,3,5,7,11,15",
-    batch: Annotated[int, Option(min=1, help="Sequences at once.")] = 1,
+    batch: options.Batch = 1,
 ) -> None:
     """Measure the speed-up by number of drafted tokens.
 
@@ -41,8 +41,8 @@ def tune(
     from draftahead.bench.measure import measure, prepare, results_of
     from draftahead.bench.report import latency_table
 
-    console = options.output_console()
-    numbers = options.split_numbers("--num-speculative-tokens", num_speculative_tokens)
+    console = terminal.output_console()
+    numbers = checks.split_numbers("--num-speculative-tokens", num_speculative_tokens)
     config, params, prompts = drafter.config(), measured.params(), measured.prompt_set()
     if "num_speculative_tokens" in config or config["method"] == "none":
         raise ConfigError("tune measures several numbers: name a drafter, without a fixed number")

@@ -21,7 +21,7 @@ from draftahead.core.types import Batch, ForwardOutput, Verdict
 from draftahead.drafters.base import Drafter, DrafterContext, positive_int, with_drafts_for
 from draftahead.drafters.registry import register
 from draftahead.drafters.tree_builder import MAX_DEPTH, TreeBuilder, sampled_chain
-from draftahead.errors import ConfigError, VocabularyMismatchError
+from draftahead.errors import VocabularyMismatchError
 from draftahead.kv.cache import SlotOwners
 from draftahead.models.runner import ModelRunner
 from draftahead.models.support import MODEL, context_limit
@@ -37,7 +37,7 @@ class DraftModel(Drafter):
         self,
         context: DrafterContext,
         *,
-        model: Any = None,
+        model: Any,
         num_speculative_tokens: int | None = None,
     ) -> None:
         self.adaptive = num_speculative_tokens is None
@@ -45,8 +45,6 @@ class DraftModel(Drafter):
             "num_speculative_tokens", num_speculative_tokens, default=MAX_DEPTH
         )
         self.builder = TreeBuilder(self.count)
-        if model is None:
-            raise ConfigError("drafter 'draft_model' needs 'model': the name or path of a model")
         tokenizer = None
         if isinstance(MODEL.of("'model' of drafter 'draft_model'", model), str | Path):
             model, tokenizer = context.load(str(model))

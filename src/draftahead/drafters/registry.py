@@ -21,6 +21,7 @@ from draftahead.errors import ConfigError, UnknownDrafterError, nearest
 _REGISTRY: dict[str, Callable[..., Drafter]] = {}
 _SYNONYMS: dict[str, str] = {}
 REQUIRED = ("propose", "learn", "release")
+REQUIRED_OPTION = inspect.Parameter.empty
 Maker = TypeVar("Maker", bound=Callable[..., Any])
 
 
@@ -77,7 +78,6 @@ def _found(wanted: Any) -> tuple[Callable[..., Drafter], dict[str, Any]]:
             f"drafter must be a name, a configuration or an object with propose, learn and "
             f"release, not {type(wanted).__name__}"
         )
-    _load_all()
     options = dict(wanted)
     # vLLM lets a configuration with a model leave its method out.
     name = options.pop("method", "draft_model" if "model" in options else None)
@@ -85,22 +85,21 @@ def _found(wanted: Any) -> tuple[Callable[..., Drafter], dict[str, Any]]:
         raise ConfigError(
             f"the drafter's configuration needs 'method' (one of {', '.join(names())})"
         )
-    maker = _find(name) if isinstance(name, str) else None
-    if maker is None:
-        raise UnknownDrafterError(
-            f"no drafter {shown(name)}{nearest(str(name), [*_REGISTRY, *_SYNONYMS])}"
-        )
+    maker = _maker(name)
     known = _options(maker)
     for key in options:
         if key not in known:
             hint = nearest(str(key), known) if known else " (it takes none)"
             raise ConfigError(f"drafter {name!r} has no option {shown(key)}{hint}")
+    for key, default in known.items():
+        if default is REQUIRED_OPTION and options.get(key) is None:
+            raise ConfigError(f"drafter {name!r} needs {key!r}: a name or a path")
     return maker, options
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The configuration keys of a drafter, and their defaults."""
-    return _options(_found(name)[0])
+    """The configuration keys of a drafter, and their defaults (or REQUIRED_OPTION)."""
+    return _options(_maker(name))
 
 
 def synonyms_of(name: str) -> list[str]:
@@ -109,11 +108,18 @@ def synonyms_of(name: str) -> list[str]:
 
 def summary_of(name: str) -> str:
     """The first line of a drafter's docstring."""
-    return (inspect.getdoc(_found(name)[0]) or "").partition("\n")[0]
+    return (inspect.getdoc(_maker(name)) or "").partition("\n")[0]
 
 
-def _find(name: str) -> Callable[..., Drafter] | None:
-    return _REGISTRY.get(name) or _REGISTRY.get(_SYNONYMS.get(name, ""))
+def _maker(name: Any) -> Callable[..., Drafter]:
+    _load_all()
+    maker = None
+    if isinstance(name, str):
+        maker = _REGISTRY.get(name) or _REGISTRY.get(_SYNONYMS.get(name, ""))
+    if maker is None:
+        known = [*_REGISTRY, *_SYNONYMS]
+        raise UnknownDrafterError(f"no drafter {shown(name)}{nearest(str(name), known)}")
+    return maker
 
 
 def _options(maker: Callable[..., Drafter]) -> dict[str, Any]:

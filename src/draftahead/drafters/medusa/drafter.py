@@ -57,7 +57,7 @@ class Medusa(Drafter):
         self,
         context: DrafterContext,
         *,
-        model: Any = None,
+        model: Any,
         num_speculative_tokens: int | None = None,
         tree: int | list[list[int]] | None = None,
     ) -> None:
@@ -149,8 +149,6 @@ class Medusa(Drafter):
 
 
 def _heads(model: Any, target: Any) -> MedusaHeads:
-    if model is None:
-        raise ConfigError("drafter 'medusa' needs 'model': the folder, file or hub id of its heads")
     if isinstance(model, str | Path):
         return io.load(model, target)
     if not isinstance(model, MedusaHeads):
