@@ -275,8 +275,7 @@ def test_ctrl_c_before_the_first_result_says_so(
     arguments = ("--model", model_folder, "--prompts", "random", "--limit", "1")
     assert run("bench", *arguments, "--json", str(out), "--plot", str(picture)) == 130
     assert "there are no results" in capsys.readouterr().err
-    assert json.loads(out.read_text())["results"] == []
-    assert not picture.exists()
+    assert not out.exists() and not picture.exists()
     assert run("tune", *arguments) == 130
     assert run("bench", "--shape", "tiny", "--max-tokens", "2", "--limit", "1") == 130
     assert "Traceback" not in capsys.readouterr().err

@@ -48,7 +48,8 @@ def test_every_form_of_a_prompt_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "line 1: needs 'prompt'"),
+        (b"{", "line 1, column 2: a line is a JSON object"),
+        (b'{"text": "x"}\r\n\r\n{"text": 3}\r\n', "line 3: .*a text is a string"),
         (b"[" * 100_000, "line 1"),
         (b'{"turns": ["x"]}\n[]', "line 2"),
         (b'{"turns": "text"}', "turns are a list"),
@@ -60,7 +61,7 @@ def test_every_form_of_a_prompt_is_read(tmp_path: Path) -> None:
         (b'{"id": [1], "prompt": "x"}', "an id is"),
         (b'{"id": 1}', "line 1: needs 'prompt'"),
         (b"", "holds no prompts"),
-        (b'{"prompt": "caf\xe9"}', "must be UTF-8: .*0xe9"),
+        (b'{"prompt": "caf\xe9"}', "line 1: this is not UTF-8 text .*0xe9"),
     ],
 )
 def test_mistakes_in_a_file_of_prompts_are_named(

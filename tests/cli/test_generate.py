@@ -1,4 +1,4 @@
-"""`draftahead generate` and `chat`, as a user sees them: output, statistics, streams."""
+"""`draftahead generate`, as a user sees them: output, statistics, streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from command_line import run
 from draftahead import LLM, Stats
-from draftahead.cli import chat, rows
+from draftahead.cli import rows
 from draftahead.cli.generate import stats_table
 
 
@@ -53,32 +53,6 @@ def test_generate_streams_text_and_reads_stdin(
     # --chat goes through the template, which adds a word.
     assert run("generate", "w5 w6", *options[:4], "--chat", "--json") == 0
     assert json.loads(capsys.readouterr().out)["prompt_tokens"] == 3
-
-
-def test_chat_keeps_its_kv_cache_across_turns(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = iter(["w3 w4", "/stats", "", "w5", "/what", "/reset", "w3 w4", "/exit", "never"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
-    seen: list[Any] = []
-    real = chat.show_stream
-
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        seen.append(real(*args, **kwargs))
-        return seen[-1]
-
-    monkeypatch.setattr(chat, "show_stream", recording)
-    options = ("--model", model_folder, "--max-tokens", "5", "--temperature", "0")
-    assert run("chat", *options) == 0
-    shown = capsys.readouterr()
-    assert "mean acceptance length" in shown.err
-    assert "/reset clears" in shown.err
-    first, second, again = (out.stats for out in seen)
-    assert first.reused_tokens == 0
-    # The first turn and its answer, but for the last token, whose KV was never computed.
-    assert second.reused_tokens >= first.prompt_tokens + 5 - 1
-    assert seen[2].token_ids == seen[0].token_ids
-    assert again.reused_tokens == 2
 
 
 @pytest.fixture
@@ -197,8 +171,11 @@ def test_a_system_message_opens_the_conversation(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a prompt, or --prompts FILE"),
-        (("w5", "--prompts", "in.jsonl"), "give a prompt, or --prompts FILE"),
+        ((), "give a prompt, or - for standard input, or --prompts FILE"),
+        (
+            ("w5", "--prompts", "in.jsonl"),
+            "give a prompt, or - for standard input, or --prompts FILE",
+        ),
         (("w5", "--out", "out.jsonl"), "--out is for --prompts"),
         (("w5", "--resume"), "--resume is for --prompts"),
         (("w5", "--logprobs", "2"), "--logprobs is for --json and --prompts"),

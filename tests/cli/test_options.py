@@ -44,7 +44,8 @@ TRAIN = ("train", "data", "--prompts", "p.jsonl", "--out", "data")
         ((*BENCH, "--shape", "tiny", "--against", "llama.cpp"), "the embedded model's own GGUF"),
         ((*BENCH, "--shape", "tiny", "--max-tokens", "1"), "--max-tokens must be 2 or more"),
         ((*TRAIN, "--shard", "3/2"), "--shard 3/2: the first number"),
-        (("models", "--dtype", "float32"), "add --check to --dtype"),
+        (("models", "--dtype", "float32"), "--dtype says nothing without --check"),
+        (("models", "a/b"), "add --check to a/b"),
     ],
 )
 def test_a_mistake_is_one_line_before_a_model_is_loaded(
@@ -63,7 +64,7 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
-@pytest.mark.parametrize("file", ["missing/x", "folder"])
+@pytest.mark.parametrize("file", ["missing/x.png", "folder.png"])
 def test_an_output_that_cannot_be_written_is_refused(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -72,7 +73,7 @@ def test_an_output_that_cannot_be_written_is_refused(
     file: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
+    Path("folder.png").mkdir()
     assert run("bench", option, file) == 1
     assert "error: cannot write" in capsys.readouterr().err
     assert run("train", "data", "--prompts", "p.jsonl", "--out", f"/dev/null/{file}") == 1

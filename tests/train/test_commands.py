@@ -121,7 +121,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "shard": (("data", "--shard", "3"), "--shard takes a number and a count"),
     "shards": (("data", "--shard", "3/2"), "the first number must be 1 to 2"),
     "odd digits": (("data", "--shard", "²/³"), "--shard takes a number and a count"),
-    "no cache": (("medusa", "--hidden-states-folder", "x"), "give --cache-hidden-states"),
+    "no cache": (("medusa", "--hidden-states-folder", "x"), "needs --cache-hidden-states GB"),
     "no folder": (("medusa", "--out", __file__), "cannot write to"),
     "no data folder": (("data", "--out", __file__), "cannot write to"),
 }

@@ -77,7 +77,7 @@ def decoded(content: bytes, source: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise PromptError(f"{source}, line {line}: this is not UTF-8 text ({error})") from None
+        raise ConfigError(f"{source}, line {line}: this is not UTF-8 text ({error})") from None
 
 
 def _parsed(entry: Any, number: int) -> BenchPrompt:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 HELP = f"""\
 /help         this list
 /reset        start a new conversation
-/save FILE    write the conversation: a JSON line, which --prompts reads as well
+/save FILE    write the conversation: a JSON line, for --prompts as well
 /load FILE    go on with a conversation that was saved
 /stats        statistics of the last answer
 /exit         end; so does Ctrl-D
 Ctrl-C        stop an answer; what there is of it stays in the conversation
-{terminal.FENCE}           before and after a message of several lines, or that begins with /"""
+{terminal.FENCE}           before and after a message of several lines, or with / first"""
 ENDS = ("/exit", "/quit")
 
 
@@ -160,7 +160,7 @@ class Session:
             if not terminal.is_interactive():
                 raise
             if shown:
-                self._note("(interrupted: the answer stays in the conversation as far as it came)")
+                self._note("(interrupted: what there is of the answer stays in the conversation)")
             else:
                 self._note("(interrupted before the answer began: the message is left out)")
         finally:

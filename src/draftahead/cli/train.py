@@ -30,7 +30,7 @@ Out = Annotated[Path, Option(help="The folder to write to.")]
 IntermediateSize = Annotated[int | None, Option(min=1, help="Of its MLPs; unset: the target's.")]
 DraftVocabulary = Annotated[int | None, Option(min=1, help="Frequent tokens to draft; unset: all.")]
 Depth = Annotated[int, Option(min=1, help="Drafted tokens of a chain, in evaluations.")]
-DepthDecay = Annotated[float, Option(help="Weight of a depth's loss over that before.")]
+DepthDecay = Annotated[float, Option(min=0, max=1, help="Weight of a depth's loss over the last.")]
 
 # ------------------------------------------------------------------------------ generated data
 
@@ -66,6 +66,7 @@ def data(
         raise ConfigError(f"--shard {shard}: the first number must be 1 to {count}")
     checks.check_folder(out)
     given = load_prompts(prompts)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     llm = model.build(drafter.config(), max_context=max_context, max_batch=batch)
     requests, texts = dataset.encode_prompts(given, llm)
     if texts is not None:
@@ -75,7 +76,7 @@ def data(
             llm,
             requests,
             out,
-            params=SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed),
+            params=params,
             max_length=max_length,
             shard=(number, count),
             report=terminal.notes_console().print,
@@ -114,7 +115,7 @@ class TrainOptions(options.ModelOptions):
     max_length: Annotated[int, Option(min=1, help="Tokens per text; the last are kept.")] = 1024
     cache_hidden_states: Annotated[float, Option(min=0, help="GB to keep; 0: compute anew.")] = 0.0
     hidden_states_folder: Annotated[Path | None, Option(help="Keep them in a file there.")] = None
-    resume: Annotated[bool, Option(help="Continue the training in --out.")] = False
+    resume: Annotated[bool, Option("--resume", help="Continue the training in --out.")] = False
     plot: options.Plot = None
 
     def setup(self, seed: int) -> TrainSetup:
@@ -124,11 +125,16 @@ class TrainOptions(options.ModelOptions):
 
         from draftahead.core.device import gpu_count
         from draftahead.models.support import text_config
-        from draftahead.train.dataset import read_for_training
+        from draftahead.train.dataset import check_vocabulary, read_for_training
+        from draftahead.train.loop import refuse_overwriting
 
         checks.check_folder(self.out)
-        if self.hidden_states_folder is not None and not self.cache_hidden_states:
-            raise ConfigError("--hidden-states-folder needs a size: give --cache-hidden-states GB")
+        refuse_overwriting(self.out, resume=self.resume)
+        if self.hidden_states_folder is not None:
+            if not self.cache_hidden_states:
+                raise ConfigError("--hidden-states-folder needs --cache-hidden-states GB as well")
+            checks.check_folder(self.hidden_states_folder)
+        train, held_out = read_for_training(self.data, self.held_out, seed=seed)
         torch.manual_seed(seed)  # all processes start with the same weights
         # Without cpu=True, processes on a machine without GPUs would not form a group.
         on_cpu = self.device.startswith("cpu") if self.device else not gpu_count()
@@ -136,8 +142,9 @@ class TrainOptions(options.ModelOptions):
         device = str(processes.device) if processes.num_processes > 1 else self.device
         model, tokenizer = replace(self, device=device).load()
         vocab_size = int(text_config(model).vocab_size)
-        data = read_for_training(self.data, self.held_out, vocab_size=vocab_size, seed=seed)
-        return TrainSetup(model, tokenizer, vocab_size, *data, processes)
+        check_vocabulary(train, self.data, vocab_size)
+        check_vocabulary(held_out, self.held_out or self.data, vocab_size)
+        return TrainSetup(model, tokenizer, vocab_size, train, held_out, processes)
 
     def train(self, setup: TrainSetup, config: TrainConfig, task: TrainTask) -> None:
         """Trains, and reports acceptance and speed-up."""
@@ -214,7 +221,9 @@ def eagle(
         Option(help="Layers whose hidden states it reads; unset: 2,L/2,L-3 of L layers."),
     ] = None,
     draft_vocabulary: Annotated[int, Option(min=1, help="Frequent tokens to draft.")] = 16384,
-    train_lm_head: Annotated[bool, Option(help="Train its lm_head weights, too.")] = False,
+    train_lm_head: Annotated[
+        bool, Option("--train-lm-head", help="Train its lm_head weights, too.")
+    ] = False,
     depth: Annotated[int, Option(min=1, help="Drafted tokens of a chain.")] = 5,
     depth_decay: DepthDecay = 0.8,
 ) -> None:
@@ -223,11 +232,10 @@ def eagle(
     from draftahead.models.support import text_config
     from draftahead.train.eagle import EagleTask
 
+    chosen = aux_layers and set(checks.split_numbers("--aux-layers", aux_layers))
     setup = training.setup(config.seed)
     num_layers = int(text_config(setup.model).num_hidden_layers)
-    chosen = {2, num_layers // 2, num_layers - 3}
-    if aux_layers is not None:
-        chosen = set(checks.split_numbers("--aux-layers", aux_layers))
+    chosen = chosen or {2, num_layers // 2, num_layers - 3}
     head = new_head(
         setup.model,
         setup.train.most_frequent(draft_vocabulary, setup.vocab_size),
@@ -276,7 +284,7 @@ def medusa(
 def exit(
     training: TrainOptions,
     config: TrainConfig,
-    layer: Annotated[int, Option(help="Exit after so many layers of the target.")],
+    layer: Annotated[int, Option(min=1, help="Exit after so many layers of the target.")],
     rank: Annotated[int, Option(min=1, help="Rank of the adapter.")] = 256,
     draft_vocabulary: DraftVocabulary = None,
     depth: Depth = 4,
@@ -336,5 +344,7 @@ def export(
     """
     from draftahead.train.export import export_head
 
+    checks.check_folder(out)
+    checks.check_source(head, "--head")
     target, _ = model.load()
     typer.echo(f"{out}: {export_head(head, target, out, name=model.model)}")

@@ -23,7 +23,7 @@ class TrainConfig:
     eval_interval: Annotated[int, Option(help="Steps between evaluations, with checkpoints.")] = 500
     patience: Annotated[int, Option(help="Evaluations without a gain that end it; 0: never.")] = 0
     bfloat16: Annotated[
-        bool, Option("--no-float32/--float32", help="No bfloat16 autocast on a GPU.")
+        bool, Option("--bfloat16/--no-bfloat16", help="On a GPU: autocast to bfloat16.")
     ] = True
     seed: Annotated[int, Option(help="The same seed gives the same drafter.")] = 0
 

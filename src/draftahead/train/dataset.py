@@ -195,17 +195,19 @@ def _write(data: Dataset, file: Path) -> None:
 # ---------------------------------------------------------------------------------- reading
 
 
-def read_data(folder: Path, vocab_size: int | None = None) -> Dataset:
+def read_data(folder: Path) -> Dataset:
     files = sorted(folder.glob(FILES))
     if not files:
         raise ConfigError(f"{folder} holds no training data: `draftahead train data` writes it")
-    found = Dataset.joined([_read(file) for file in files])
-    if vocab_size is not None and bool((found.tokens >= vocab_size).any()):
+    return Dataset.joined([_read(file) for file in files])
+
+
+def check_vocabulary(data: Dataset, folder: Path, vocab_size: int) -> None:
+    if bool((data.tokens >= vocab_size).any()):
         raise ConfigError(
             f"{folder} holds tokens outside the model's vocabulary of {vocab_size}: it is data of "
             "another model"
         )
-    return found
 
 
 def _read(file: Path) -> Dataset:
@@ -219,13 +221,11 @@ def _read(file: Path) -> Dataset:
         ) from None
 
 
-def read_for_training(
-    folder: Path, held_out: Path | None, *, vocab_size: int, seed: int
-) -> tuple[Dataset, Dataset]:
+def read_for_training(folder: Path, held_out: Path | None, *, seed: int) -> tuple[Dataset, Dataset]:
     """Texts to train on and texts to evaluate on: from a folder each, or a random part held out."""
-    texts = read_data(folder, vocab_size)
+    texts = read_data(folder)
     if held_out is not None:
-        return texts, read_data(held_out, vocab_size)
+        return texts, read_data(held_out)
     count = min(MAX_HELD_OUT, max(1, round(HELD_OUT * len(texts))))
     if len(texts) <= count:
         raise ConfigError(f"{folder} holds {len(texts)} text: too few to train and to evaluate")

@@ -59,6 +59,15 @@ class _Loss(nn.Module):
         return self._loss(batch)
 
 
+def refuse_overwriting(folder: Path, *, resume: bool) -> None:
+    """A training that is there already is continued or left alone."""
+    if not resume and (folder / CHECKPOINT).exists():
+        raise ConfigError(
+            f"{folder} holds an unfinished or finished training: continue it with --resume, or "
+            "name another folder"
+        )
+
+
 class TrainLoop:
     """One training in `folder`. `batches(n)` streams batches from number n on. `data_digest`
     identifies the data: a checkpoint of other data is refused."""
@@ -102,13 +111,9 @@ class TrainLoop:
         )
 
     def run(self, *, resume: bool = False) -> History:
+        refuse_overwriting(self.folder, resume=resume)
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / CHECKPOINT).exists():
-            if not resume:
-                raise ConfigError(
-                    f"{self.folder} holds an unfinished or finished training: continue it with "
-                    "--resume, or name another folder"
-                )
             self._load()
         batches = self.batches(self.step * self.config.accumulate)
         losses: list[Tensor] = []  # since the last evaluation

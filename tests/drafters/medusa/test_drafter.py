@@ -143,7 +143,7 @@ def test_heads_draft_from_the_command_line(
     assert reports[0]["token_ids"] == reports[1]["token_ids"]
     assert reports[1]["stats"]["drafted"] > 8
     assert run(*common, "--drafter", "medusa") == 1
-    assert "needs 'model'" in capsys.readouterr().err
+    assert "needs --draft-model" in capsys.readouterr().err
 
 
 def test_a_conversation_reuses_hidden_states_with_its_kv_entries() -> None:
