@@ -9,6 +9,7 @@ from typer import Context, Option
 
 from draftahead.cli import checks, command, options, terminal
 from draftahead.errors import ConfigError
+from draftahead.loader.progress import terminal_progress
 
 if TYPE_CHECKING:
     from draftahead.bench.configurations import Configuration
@@ -154,10 +155,12 @@ def _bench_model(
             if (most := max(len(b.prompts) for b in batches)) < size:
                 notes.print(f"batch {size}: a task has at most {most} prompts; see --limit")
             context = measured.max_context or context
-            configurations: list[Configuration] = [
-                *with_drafters(llm, drafters, size, context, lossless=lossless),
-                *(other_engines(engines, model.model, runner.device) if size == 1 else ()),
-            ]
+            with terminal_progress() as progress:
+                progress("preparing the drafters")
+                configurations: list[Configuration] = [
+                    *with_drafters(llm, drafters, size, context, lossless=lossless),
+                    *(other_engines(engines, model.model, runner.device) if size == 1 else ()),
+                ]
             measurement = measure(configurations, batches, params, measured.repeats)
             if rows := results_of(measurement, forward_ms):
                 title = f"{model.model}, batch {size}, {measured.max_tokens} tokens"

@@ -19,6 +19,7 @@ from draftahead.cli import command, options, terminal
 from draftahead.cli.generate import DRAFTED
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
+from draftahead.loader.progress import progress_bar
 
 if TYPE_CHECKING:
     from draftahead.core.types import Completion
@@ -50,10 +51,14 @@ def demo(
     console = terminal.output_console()
     rows: list[dict[str, Any]] = []
     races: list[tuple[Completion, Completion]] = []
-    for kind in KINDS:
-        for prompt in [p for p in load_prompts() if p.task == kind][:per_kind]:
+    given = load_prompts()
+    prompts = [p for kind in KINDS for p in [p for p in given if p.task == kind][:per_kind]]
+    # On a terminal the texts are shown.
+    with progress_bar("prompts", len(prompts), shown=not console.is_terminal) as step:
+        for prompt in prompts:
             races.append(_race(console, prompt, plain, drafted, params))
             rows.append({"task": prompt.task, "prompt": prompt.id, **_summary(races[-1:])})
+            step()
     overall = _summary(races)
     name = config.get("method", "draft_model")
     console.print(_table(rows, overall, f"{model.model}, drafter {name}, greedy"))

@@ -169,20 +169,22 @@ def show_stream(
     passes through."""
     console = Console(soft_wrap=True, highlight=False)
     stream = llm.stream(prompt, params, reuse=reuse)
-    while True:
-        try:
-            chunk = next(stream)
-        except StopIteration as end:
-            print()
-            return end.value  # type: ignore[no-any-return]
-        if shown is not None and chunk.text:
-            shown.append(chunk.text)
-        if console.is_terminal:
-            style = DRAFTED if any(chunk.drafted) else ""
-            console.print(Text(chunk.text, style=style), end="")
-        else:  # not through rich, which turns tabs into spaces
-            sys.stdout.write(chunk.text)
-        sys.stdout.flush()
+    with terminal_progress(shown=not console.is_terminal) as progress:
+        progress("generating")
+        while True:
+            try:
+                chunk = next(stream)
+            except StopIteration as end:
+                print()
+                return end.value  # type: ignore[no-any-return]
+            if shown is not None and chunk.text:
+                shown.append(chunk.text)
+            if console.is_terminal:
+                style = DRAFTED if any(chunk.drafted) else ""
+                console.print(Text(chunk.text, style=style), end="")
+            else:  # not through rich, which turns tabs into spaces
+                sys.stdout.write(chunk.text)
+            sys.stdout.flush()
 
 
 def stats_table(stats: Stats) -> Table:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,10 +48,8 @@ def write_lines(
     how many failed, and the statistics of all."""
     failed, total = 0, Stats()
     size = BATCHES_AT_ONCE * llm.config.max_batch
-    bar: AbstractContextManager[Any] = progress_bar("prompts", len(requests))
-    if out is None and sys.stdout.isatty():
-        bar = nullcontext(lambda: None)
-    with bar as step:
+    shown = out is not None or not sys.stdout.isatty()
+    with progress_bar("prompts", len(requests), shown=shown) as step:
         for at in range(0, len(requests), size):
             part = requests[at : at + size]
             found = llm.generate([request for _, request in part], params, errors="return")

@@ -14,6 +14,7 @@ from draftahead.bench.prompts import load_prompts
 from draftahead.cli import checks, command, options, terminal
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.errors import ConfigError, DraftaheadError
+from draftahead.loader.progress import progress_bar, terminal_progress
 from draftahead.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -72,15 +73,23 @@ def data(
     if texts is not None:
         dataset.write_texts(texts, out)
     if requests:
-        dataset.generate_data(
-            llm,
-            requests,
-            out,
-            params=params,
-            max_length=max_length,
-            shard=(number, count),
-            report=terminal.notes_console().print,
-        )
+        notes = terminal.notes_console()
+        with terminal_progress() as progress:
+
+            def report(line: str) -> None:
+                notes.print(line)
+                progress(f"generating: {line}")
+
+            progress("generating")
+            dataset.generate_data(
+                llm,
+                requests,
+                out,
+                params=params,
+                max_length=max_length,
+                shard=(number, count),
+                report=report,
+            )
     found = dataset.read_data(out)
     typer.echo(f"{out}: {len(found)} texts with {found.num_learned} tokens to learn")
 
@@ -186,7 +195,8 @@ class TrainOptions(options.ModelOptions):
             log=notes.print,
             data_digest=digest(setup.model, setup.train, setup.held_out),
         )
-        history = loop.run(resume=self.resume)
+        with progress_bar("steps", config.steps, shown=processes.is_main_process) as advance:
+            history = loop.run(resume=self.resume, advance=advance)
         processes.destroy_process_group()
         if processes.is_main_process:
             self._report(setup, history, {"method": task.method, task.file_key: str(self.out)})
@@ -200,7 +210,9 @@ class TrainOptions(options.ModelOptions):
         speedups = None
         try:
             depth = len(history.by_depth[best])
-            estimate = measure_steps(setup.model, drafter, setup.held_out, depth)
+            with terminal_progress() as progress:
+                progress("estimating the speed-up")
+                estimate = measure_steps(setup.model, drafter, setup.held_out, depth)
             typer.echo(estimate.describe(history.by_depth[best]))
             speedups = [estimate.best(by_depth)[0] for by_depth in history.by_depth]
         except DraftaheadError as problem:  # the trained files are complete all the same

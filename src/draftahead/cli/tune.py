@@ -9,6 +9,7 @@ from typer import Option
 
 from draftahead.cli import checks, command, options, terminal
 from draftahead.errors import ConfigError
+from draftahead.loader.progress import terminal_progress
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ def tune(
     batches, context = prepare(llm, prompts, batch, measured.limit, params)
     context = measured.max_context or context
     drafters = {str(n): config | {"num_speculative_tokens": n} for n in numbers}
-    ours = with_drafters(llm, drafters | {tuning.DEFAULT: config}, batch, context)
+    with terminal_progress() as progress:
+        progress("preparing the drafters")
+        ours = with_drafters(llm, drafters | {tuning.DEFAULT: config}, batch, context)
     own = ours[-1]
     if own.llm.engine.adaptive:
         own.name = tuning.AUTOMATIC

@@ -41,10 +41,12 @@ def no_progress(message: str, fraction: float | None = None) -> None:
 
 
 @contextmanager
-def terminal_progress(console: Console | None = None) -> Iterator[ProgressCallback]:
+def terminal_progress(
+    console: Console | None = None, *, shown: bool = True
+) -> Iterator[ProgressCallback]:
     """Draws on stderr if it is a terminal: the current step in place, a line per finished step."""
     console = console or Console(stderr=True)
-    if is_quiet():
+    if is_quiet() or not shown:
         yield no_progress
         return
     if not console.is_terminal:
@@ -69,8 +71,11 @@ def terminal_progress(console: Console | None = None) -> Iterator[ProgressCallba
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Callable[[], None]]:
+def progress_bar(title: str, total: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
     """The same for work of known size: yields a function that advances the bar by one."""
+    if not shown:
+        yield lambda: None
+        return
     console = Console(stderr=True)
     if is_quiet() or not console.is_terminal:
         done = itertools.count()

@@ -110,17 +110,21 @@ class TrainLoop:
             device.type, torch.bfloat16, enabled=config.bfloat16 and is_gpu
         )
 
-    def run(self, *, resume: bool = False) -> History:
+    def run(self, *, resume: bool = False, advance: Callable[[], None] = lambda: None) -> History:
+        """`advance` is called after each step, and for each one of the training that resumes."""
         refuse_overwriting(self.folder, resume=resume)
         self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / CHECKPOINT).exists():
             self._load()
+        for _ in range(self.step):
+            advance()
         batches = self.batches(self.step * self.config.accumulate)
         losses: list[Tensor] = []  # since the last evaluation
         usual = 0.0
         start = time.perf_counter() - (self.history.seconds or [0.0])[-1]
         while self.step < self.config.steps:
             losses.append(self._step(batches))
+            advance()
             evaluates = self.step % self.config.eval_interval == 0 or self.step == self.config.steps
             if evaluates or self.step % CHECK_INTERVAL == 0:  # weights are checked before saving
                 usual = self._check_loss(torch.stack(losses[-CHECK_INTERVAL:]), usual)
