@@ -92,10 +92,13 @@ def _configs(
     known = {name: options_of(name) for name in names}
     if draft_model is not None and not any("model" in keys for keys in known.values()):
         raise ConfigError(f"--draft-model: none of {', '.join(names)} drafts with a model")
-    return {
+    configs = {
         name: {"method": name, **{k: v for k, v in options_given.items() if k in keys}}
         for name, keys in known.items()
     }
+    for config in configs.values():
+        checks.check_drafter(config)
+    return configs
 
 
 def _config(config: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -94,7 +94,7 @@ def _as_typed(message: str, flags: Mapping[str, str], given: Mapping[str, Any]) 
             message = re.sub(rf"\bneeds '{key}'", f"needs {flags[name]}", message)
     for name, flag in names.items():
         message = re.sub(rf"(?<![\w'-]){name}=", f"{flag} ", message)
-        message = re.sub(rf"^{name}(?= (must|cannot|needs|is for)\b)", flag, message)
+        message = re.sub(rf"^{name}(?= (must|cannot|needs|is for|\S+ does not)\b)", flag, message)
         if "_" in name:
             message = re.sub(rf"(?<![\w'-]){name}\b(?!')", flag, message)
     return message + known + rest
