@@ -78,7 +78,7 @@ def test_a_file_of_prompts_gives_a_line_for_each(
     assert run(*many, "--out", str(out), "--stats") == 1  # one of them failed
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "24 in " in shown.err and "error: 1 of 5 prompts failed" in shown.err
+    assert "= 24/" in shown.err and "error: 1 of 5 prompts failed" in shown.err
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["id"] for line in lines] == [1, "b", 3, 4, 7]
     assert "the prompt has 200 tokens" in lines[2]["error"] and "text" not in lines[2]
@@ -198,5 +198,5 @@ def test_statistics_agree_with_each_other() -> None:
     console = Console(width=100)
     with console.capture() as shown:
         console.print(stats_table(stats))
-    assert "29 in 18 forward passes: 1.61 each" in shown.get()
+    assert "1.61 = 29/18" in shown.get()
     assert "1.67 = 1 + 12/18" in shown.get()

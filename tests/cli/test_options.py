@@ -59,6 +59,8 @@ def work(tmp_path: Path) -> Path:
         ((*GENERATE, "--drafter", "none", "-k", "2"), "'none' has no --num-speculative-tokens"),
         ((*GENERATE, "--draft-model", "a", "--speculative-config", '{"model": "b"}'), "is a; --sp"),
         ((*GENERATE, "--top-p", "7"), "--top-p must be"),
+        (("generate", "caf\udce9"), "the prompt is not UTF-8 text"),
+        ((*GENERATE, "--system", "caf\udce9"), "--system is not UTF-8 text"),
         ((*GENERATE, "--max-tokens", "0"), "--max-tokens must be"),
         ((*GENERATE, "--not-lossless", "--exact", "replay"), "--not-lossless and --exact 'replay'"),
         ((*GENERATE, "--speculative-config", "[" * 100_000), "--speculative-config is not JSON"),

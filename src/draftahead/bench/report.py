@@ -15,10 +15,11 @@ from draftahead.bench import PLAIN
 
 
 def table_of(left: Iterable[str], right: Iterable[str], **options: Any) -> Table:
-    """A table without rows, of columns that are aligned to the left and to the right."""
+    """A table without rows, of columns that are aligned to the left and to the right. Where there
+    is too little room, names are folded, not numbers."""
     table = Table(**options)
     for name in left:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -123,7 +123,7 @@ def _bench_shape(shape: str, measured: options.BenchOptions, **chosen: Any) -> d
     rows = [*report["results"], *report["other_engines"]]
     console = terminal.output_console()
     for table in (latency_table(report), overhead_table(report), results_table(rows, shape)):
-        console.print(table)
+        terminal.print_table(console, table)
     return report
 
 
@@ -150,7 +150,7 @@ def _bench_model(
     if latency:
         report |= measure_latency(runner)
         forward_ms = interpolated(report["latency"])
-        console.print(latency_table(report))
+        terminal.print_table(console, latency_table(report))
     results: list[dict[str, Any]] = []
     try:
         for size in sizes:
@@ -167,7 +167,7 @@ def _bench_model(
             measurement = measure(configurations, batches, params, measured.repeats)
             if rows := results_of(measurement, forward_ms):
                 title = f"{model.model}, batch {size}, {measured.max_tokens} tokens"
-                console.print(results_table(rows, title))
+                terminal.print_table(console, results_table(rows, title))
             results += rows
             if measurement.interrupted:
                 raise KeyboardInterrupt

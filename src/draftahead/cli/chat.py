@@ -66,6 +66,7 @@ def chat(
         conversation.load(load)
     if save is not None:
         conversation.check_new(save)
+    checks.check_text("--system", system or "")
     params = sampling.params()
     config = drafter.config(num_speculative_tokens)
     llm = model.build(config, exact=exact, lossless=not not_lossless, max_context=max_context)

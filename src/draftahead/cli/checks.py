@@ -71,6 +71,14 @@ def check_source(source: str, what: str) -> None:
         )
 
 
+def check_text(what: str, text: str) -> None:
+    """Python takes bytes of the command line that are no text for halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} is not UTF-8 text") from None
+
+
 def json_config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)

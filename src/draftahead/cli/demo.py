@@ -61,7 +61,7 @@ def demo(
             step()
     overall = _summary(races)
     name = config.get("method", "draft_model")
-    console.print(_table(rows, overall, f"{model.model}, drafter {name}, greedy"))
+    terminal.print_table(console, _table(rows, overall, f"{model.model}, drafter {name}, greedy"))
     if json_file is not None:
         report = {"model": model.model, "drafter": config, "rows": rows, "overall": overall}
         json_file.write_text(json.dumps(report, indent=2) + "\n")

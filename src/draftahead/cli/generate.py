@@ -63,6 +63,7 @@ class Sources:
         text = terminal.read_input() if self.prompt == "-" else self.prompt
         if not text:
             raise PromptError("the prompt is empty: give some text, or - and standard input")
+        checks.check_text("the prompt", text)
         return [BenchPrompt(1, "", turns=(text,))]
 
 
@@ -102,6 +103,7 @@ def generate(
         raise ConfigError("--logprobs is for --json and --prompts")
     if system is not None and chat is False:
         raise ConfigError("--system needs the chat template: leave --raw out")
+    checks.check_text("--system", system or "")
     params = sampling.params(stop=stop or (), n=n, ignore_eos=ignore_eos, logprobs=logprobs)
     llm = model.build(
         drafter.config(num_speculative_tokens),
@@ -196,7 +198,7 @@ def stats_table(stats: Stats) -> Table:
     # More than that, if the text ended with a drafted token: the target's own was left out.
     length = f"{stats.mean_acceptance_length:.2f} = 1 + {stats.accepted}/{stats.steps}"
     table = Table(show_header=False, box=None)
-    table.add_row("tokens", f"{stats.tokens} in {stats.steps} forward passes: {per_pass:.2f} each")
+    table.add_row("tokens per forward pass", f"{per_pass:.2f} = {stats.tokens}/{stats.steps}")
     table.add_row("mean acceptance length", length)
     table.add_row(
         "acceptance rate", f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens"

@@ -8,7 +8,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from draftahead.bench.prompts import decoded
 from draftahead.errors import PromptError
@@ -22,6 +24,16 @@ def output_console() -> Console:
     """For tables: as wide as the terminal, or 140 columns where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=140)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """With less space between the columns where the terminal is too narrow for it."""
+    if (
+        table.__rich_measure__(console, console.options.update(width=10_000)).maximum
+        > console.width
+    ):
+        table.box, table.show_edge, table.padding = box.SIMPLE_HEAD, False, (0, 0)
+    console.print(table)
 
 
 def error_console() -> Console:

@@ -51,7 +51,7 @@ def tune(
     llm = measured.build(model)
     report = provenance() | {"model": model.model, "drafter": name, "batch": batch}
     report |= measure_latency(llm.engine.verifier.runner)
-    console.print(latency_table(report))
+    terminal.print_table(console, latency_table(report))
     batches, context = prepare(llm, prompts, batch, measured.limit, params)
     context = measured.max_context or context
     drafters = {str(n): config | {"num_speculative_tokens": n} for n in numbers}
@@ -72,9 +72,9 @@ def tune(
     report["forward"] = tuning.forward_latency(overall)
     report["speedups"] = tuning.speedups(overall, interpolated(report["forward"], "mean_ms"))
     report["reasons"] = [*own.llm.explain(), tuning.advice(report["speedups"])]
-    console.print(tuning.acceptance_table(report["positions"]))
+    terminal.print_table(console, tuning.acceptance_table(report["positions"]))
     title = f"{model.model}, {name}, batch {batch}: speed-up by number of drafted tokens"
-    console.print(tuning.speedup_table(report["speedups"], title))
+    terminal.print_table(console, tuning.speedup_table(report["speedups"], title))
     for reason in report["reasons"]:
         console.print(f"- {reason}", highlight=False)
     measured.write(report, tuning.draw)
