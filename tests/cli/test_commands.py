@@ -14,10 +14,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import typer
+from rich.console import Console
 
 from command_line import run
 from draftahead import cli
+from draftahead.bench.report import results_table
 from draftahead.cli import app
+from draftahead.cli.terminal import print_table
 from draftahead.drafters import registry
 from draftahead.loader import progress
 
@@ -123,6 +126,22 @@ def test_help_is_cut_nowhere_at_80_columns(
     assert "..." not in shown.replace("COMMAND [ARGS]...", "") and "\u2026" not in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert "--help" in shown
+
+
+def test_tables_are_cut_nowhere_at_80_columns() -> None:
+    """Names are folded, numbers stay whole."""
+    names = "none", "transformers prompt look-up", "ngram(num_speculative_tokens=3)"
+    numbers = {"tokens_per_second": 1234.5, "speedup": 1.61, "speedup_spread": (1.55, 1.67)}
+    numbers |= {"decode_speedup": 1.83, "mean_acceptance_length": 3.25, "identical": 1.0}
+    row = {"task": "question_with_context", "batch": 16, **numbers}
+    table = results_table([{**row, "name": name, "drafter": name} for name in names], "title")
+    console = Console(width=80)
+    with console.capture() as shown:
+        print_table(console, table)
+    lines = shown.get().splitlines()
+    assert "\u2026" not in shown.get() and max(map(len, lines)) <= 80
+    whole = "1234.5 1.61x 1.55-1.67 1.83x 3.25 100%"
+    assert sum(" ".join(line.split()).endswith(whole) for line in lines) == len(names)
 
 
 def test_every_option_says_what_it_does() -> None:

@@ -28,10 +28,8 @@ def output_console() -> Console:
 
 def print_table(console: Console, table: Table) -> None:
     """With less space between the columns where the terminal is too narrow for it."""
-    if (
-        table.__rich_measure__(console, console.options.update(width=10_000)).maximum
-        > console.width
-    ):
+    unlimited = console.options.update(width=10_000)
+    if table.__rich_measure__(console, unlimited).maximum > console.width:
         table.box, table.show_edge, table.padding = box.SIMPLE_HEAD, False, (0, 0)
     console.print(table)
 
