@@ -118,7 +118,9 @@ def test_an_interrupted_file_is_resumed(
         return real(self, prompts, *args, **options)
 
     monkeypatch.setattr(LLM, "generate", generate)
+    capsys.readouterr()
     assert run(*arguments, "--out", str(out), "--resume") == 130
+    assert f"--resume goes on with {out}" in capsys.readouterr().err
     assert ids_of(out) == ids_of(whole)[:1]
     monkeypatch.setattr(LLM, "generate", real)
     assert run(*arguments, "--out", str(out)) == 1

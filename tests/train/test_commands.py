@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from command_line import run
 from draftahead import LLM, SamplingParams
 from draftahead.loader import hub
 from draftahead.train.dataset import Dataset, read_data, write_texts
-from draftahead.train.loop import CHECKPOINT, HISTORY
+from draftahead.train.loop import CHECKPOINT, HISTORY, TrainLoop
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,32 @@ def test_each_command_trains_a_drafter(
     assert "--resume" in capsys.readouterr().err
     assert run(*common, *options, "--steps", "9", "--resume") == 0
     assert "continuing from step 6" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_whether_the_training_can_go_on(
+    model_folder: str,
+    data: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Before the first evaluation there is nothing to continue, and no folder is left."""
+    last, real = 2, TrainLoop._step
+
+    def step(loop: TrainLoop, batches: Any) -> Any:
+        if loop.step == last:
+            raise KeyboardInterrupt
+        return real(loop, batches)
+
+    monkeypatch.setattr(TrainLoop, "_step", step)
+    out = tmp_path / "out"
+    common = ("train", "medusa", "--model", model_folder, "--data", data, "--out", str(out), *SMALL)
+    assert run(*common) == 130
+    assert "--resume" not in capsys.readouterr().err and not out.exists()
+    last = 4  # SMALL evaluates after 3 steps
+    assert run(*common) == 130
+    assert "--resume goes on from the last evaluation" in capsys.readouterr().err
+    assert (out / CHECKPOINT).exists()
 
 
 def test_export_writes_the_lm_head(

@@ -118,7 +118,13 @@ def generate(
     requests = [(entry.id, _with_system(entry.request(as_chat), system)) for entry in entries]
     failed = 0
     if in_lines:
-        failed, total = rows.write_lines(llm, requests, params, sources.out)
+        try:
+            failed, total = rows.write_lines(llm, requests, params, sources.out)
+        except KeyboardInterrupt:
+            if sources.out is not None and sources.out.exists():
+                note = f"interrupted: the same command with --resume goes on with {sources.out}"
+                terminal.notes_console().print(note)
+            raise
     else:
         total = _show(llm, requests[0][1], params, as_json=as_json)
     reasons = llm.explain()
@@ -204,6 +210,6 @@ def stats_table(stats: Stats) -> Table:
         "acceptance rate", f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens"
     )
     table.add_row("accepted/drafted at position 1, 2, ...", positions or "-")
-    table.add_row("tokens/s", f"{stats.tokens_per_second:.1f} while decoding")
+    table.add_row("tokens/s per sequence", f"{stats.tokens_per_second:.1f} while decoding")
     table.add_row("seconds", seconds)
     return table

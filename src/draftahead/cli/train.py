@@ -159,7 +159,7 @@ class TrainOptions(options.ModelOptions):
         """Trains, and reports acceptance and speed-up."""
         from draftahead.train.batches import TrainBatches
         from draftahead.train.dataset import digest
-        from draftahead.train.loop import TrainLoop
+        from draftahead.train.loop import CHECKPOINT, TrainLoop
 
         processes, folder = setup.processes, self.hidden_states_folder
         batches_of = partial(
@@ -196,7 +196,12 @@ class TrainOptions(options.ModelOptions):
             data_digest=digest(setup.model, setup.train, setup.held_out),
         )
         with progress_bar("steps", config.steps, shown=processes.is_main_process) as advance:
-            history = loop.run(resume=self.resume, advance=advance)
+            try:
+                history = loop.run(resume=self.resume, advance=advance)
+            except KeyboardInterrupt:
+                if (self.out / CHECKPOINT).exists():
+                    notes.print("interrupted: --resume goes on from the last evaluation")
+                raise
         processes.destroy_process_group()
         if processes.is_main_process:
             self._report(setup, history, {"method": task.method, task.file_key: str(self.out)})

@@ -113,7 +113,6 @@ class TrainLoop:
     def run(self, *, resume: bool = False, advance: Callable[[], None] = lambda: None) -> History:
         """`advance` is called after each step, and for each one of the training that resumes."""
         refuse_overwriting(self.folder, resume=resume)
-        self.folder.mkdir(parents=True, exist_ok=True)
         if (self.folder / CHECKPOINT).exists():
             self._load()
         for _ in range(self.step):
@@ -182,6 +181,7 @@ class TrainLoop:
         return 0.7 * usual + 0.3 * loss if usual else loss
 
     def _evaluate(self, loss: float, seconds: float) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._swap_averaged()
         try:
             with self._autocast:
