@@ -19,6 +19,7 @@ from draftahead.cli import app
 from draftahead.loader import hub
 from draftahead.train.dataset import Dataset, write_texts
 from draftahead.train.loop import CHECKPOINT
+from pseudo_terminal import CTRL_D, in_terminal
 
 
 @pytest.fixture(autouse=True)
@@ -257,6 +258,14 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
         env=environment,
     )
     assert done.stdout.splitlines() == ["generate", "distill", "--max-tokens --max-context"]
+
+
+def test_a_prompt_is_typed_in_a_terminal() -> None:
+    with in_terminal("from draftahead import cli; cli.main()", "generate", "-") as user:
+        user.wait_for("type the prompt; Ctrl-D on an empty line ends it")
+        user.type(CTRL_D)
+        user.wait_for("error: the prompt is empty")
+        assert user.exit_code() == 1
 
 
 @pytest.mark.parametrize(
