@@ -189,7 +189,7 @@ def test_a_terminal(model_folder: str, tmp_path: Path) -> None:
     options = ("--model", model_folder, "--max-tokens", "30", "--temperature", "0")
     with in_terminal(SLOW, "chat", *options, XDG_STATE_HOME=str(state)) as user:
         user.wait_for("/help lists what can be typed")
-        user.wait_for("> ")
+        user.wait_for(r"\x1b\[\?2004h> ")  # pasted text is to be marked as such
         user.type(f"w5 6{LEFT}w\r")
         user.wait_for(r"\n.*w\d+.* ")  # the answer has begun
         user.type(CTRL_C)
