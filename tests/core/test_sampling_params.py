@@ -22,7 +22,7 @@ class Unshowable:
         raise RuntimeError("no")
 
 
-TEMPERATURE = r"temperature must be 0 \(greedy\) or a number from 1e-06 to 10000"
+TEMPERATURE = r"temperature must be a number from 0 \(greedy\) to 10000"
 IDS, WORDS = "stop_token_ids must be a list of token ids", "bad_words must be a list of words"
 BIAS, STOP = r"logit_bias must be a number, at most 1e\+30, for each", "stop must be text that is"
 PROCESSORS = "processors must be a list of LogitsProcessors"
@@ -30,7 +30,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("temperature", -0.1, TEMPERATURE + ", not -0.1$"),
     ("temperature", NAN, TEMPERATURE),
     ("temperature", "0.7", TEMPERATURE + ", not '0.7'$"),
-    ("temperature", 1e-300, TEMPERATURE),  # 0 in float32
     ("temperature", 10**400, TEMPERATURE),
     ("temperature", Unshowable(), TEMPERATURE + r", not <Unshowable instance at 0x\w+>$"),
     ("temperature", True, TEMPERATURE),
@@ -41,8 +40,7 @@ BAD: list[tuple[str, Any, str]] = [
         np.array([[1.0, 2.0], [3.0, 4.0]]),
         TEMPERATURE + r", not array\(\[\[1., 2.\], \[3., 4.\]\]\)$",
     ),
-    ("top_p", 0, "top_p must be a number from 1e-06 to 1, not 0$"),
-    ("top_p", 5e-324, "top_p must be"),
+    ("top_p", -1e-9, "top_p must be a number from 0 to 1, not -1e-09$"),
     ("top_p", 1.5, "top_p must be"),
     ("top_k", -2, r"top_k must be a whole number, 1 or more, or 0 or -1 \(all\), not -2$"),
     ("top_k", 1.5, "top_k must be"),

@@ -174,3 +174,11 @@ def test_greedy_sequences_keep_their_probabilities_beside_sampled_ones() -> None
     probs, best = logits[0].softmax(-1).topk(3)
     assert tokens[0].tolist() == best.tolist()
     assert torch.allclose(found[0].float(), probs)
+
+
+def test_weights_at_the_lowest_temperature_are_numbers() -> None:
+    """In single precision 90 over it is infinite."""
+    logits = torch.full((1, VOCAB_SIZE), 90.0)
+    logits[0, 2] = 95.0
+    weights, tokens = sampler_of({"temperature": 5e-324}).noise_coupled_topk(logits, [0], [()], 1)
+    assert (weights.tolist(), tokens.tolist()) == ([[1.0]], [[2]])

@@ -99,10 +99,12 @@ def test_penalties_by_hand() -> None:
     assert found.tolist() == [[2.0, -8.0 - 0.75, 2.0 - 1.0, 5.0]]
 
 
-def test_a_temperature_near_zero_leaves_the_largest_logits() -> None:
-    """In single precision 90 / 1e-37 is infinite."""
+@pytest.mark.parametrize("temperature", [1e-37, 1e-39, 5e-324])
+def test_a_temperature_near_zero_leaves_the_largest_logits(temperature: float) -> None:
+    """In single precision 90 / 1e-37 is infinite, and 1e-300 is 0."""
     logits = torch.tensor([[90.0, 89.0, 90.0, -90.0]])
-    assert probs_of(logits, [context_of(temperature=1e-37)]).tolist() == [[0.5, 0.0, 0.5, 0.0]]
+    context = context_of(temperature=temperature)
+    assert probs_of(logits, [context]).tolist() == [[0.5, 0.0, 0.5, 0.0]]
 
 
 def test_greedy_takes_the_lowest_id_on_ties() -> None:

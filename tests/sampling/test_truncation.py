@@ -53,6 +53,8 @@ def by_hand(logits: Tensor, params: SamplingParams) -> list[float]:
         (0.75, [0.5, 0.25, 0.25]),
         (0.4, [1, 0, 0]),
         (1e-9, [1, 0, 0]),  # one token always stays
+        (5e-324, [1, 0, 0]),
+        (0, [1, 0, 0]),
     ],
 )
 def test_top_p_at_an_exact_tie(top_p: float, expected: list[float]) -> None:

@@ -21,15 +21,23 @@ from draftahead.core.checks import (
 )
 from draftahead.errors import ConfigError
 
-# Smaller ones would become 0 in float32, and the distribution would have no token.
-SMALLEST = 1e-6
+# A smaller repetition penalty could take a logit beyond float32.
+SMALLEST_PENALTY = 1e-6
+# The smallest normal float32. A temperature or top-p below it has the same distribution, and must
+# not become 0 on the way to a kernel.
+SMALLEST = 2.0**-126
 # A bias that leaves a finite float32, whatever penalty multiplies it.
 LARGEST_BIAS = 1e30
 
 
 def _temperature(value: Any) -> float:
-    plain = number(0, 1e4).read(value)
-    return float(plain if plain == 0 else number(SMALLEST).read(plain))
+    plain: float = number(0, 1e4).read(value)
+    return max(plain, SMALLEST) if plain else 0.0
+
+
+def _top_p(value: Any) -> float:
+    plain: float = number(0, 1).read(value)
+    return max(plain, SMALLEST)  # the most likely token always stays
 
 
 def _stop(value: Any) -> tuple[str, ...]:
@@ -45,13 +53,13 @@ def _bad_word(value: Any) -> str | tuple[int, ...]:
 
 
 _KINDS = {
-    "temperature": Kind(f"0 (greedy) or a number from {SMALLEST} to 10000", _temperature),
+    "temperature": Kind("a number from 0 (greedy) to 10000", _temperature),
     "top_k": Kind(
         "a whole number, 1 or more, or 0 or -1 (all)", lambda value: max(0, whole(-1).read(value))
     ),
-    "top_p": number(SMALLEST, 1),
+    "top_p": Kind("a number from 0 to 1", _top_p),
     "min_p": number(0, 1),
-    "repetition_penalty": number(SMALLEST, 1e4, "1 is off"),
+    "repetition_penalty": number(SMALLEST_PENALTY, 1e4, "1 is off"),
     "presence_penalty": number(-100, 100),
     "frequency_penalty": number(-100, 100),
     "logit_bias": mapping_of(
@@ -137,7 +145,7 @@ class SamplingParams(Parameters):
 
     temperature: float | None = None  # 0 is greedy: argmax, lowest id on ties
     top_k: int | None = None  # 0, or -1, keeps all
-    top_p: float | None = None
+    top_p: float | None = None  # 1 is off; 0 keeps the most likely token
     min_p: float | None = None
     repetition_penalty: float | None = None  # over prompt and output
     presence_penalty: float = 0.0  # over the output, as is the next one

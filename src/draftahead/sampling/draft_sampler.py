@@ -146,6 +146,7 @@ class RecordedDraftSampler:
         params = [context.sequence.params for context in contexts]
         temperature = column([p.temperature or 1.0 for p in params], logits)
         num_candidates = k if self._batch.all_greedy else NOISE_COUPLED_TOKENS
+        logits = logits - logits.amax(-1, keepdim=True)  # a low temperature takes none to infinity
         probs, ids = (logits / temperature).softmax(-1).topk(min(num_candidates, logits.shape[-1]))
         ids = ids if draft_to_target is None else draft_to_target[ids]
         if self._batch.all_greedy:  # no noise is involved
