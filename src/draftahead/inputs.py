@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
-from draftahead.core.checks import shown, whole
+from draftahead.core.checks import FLAG, TEXT, shown, whole
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import Request
 from draftahead.errors import ConfigError, ContextLengthError, DraftaheadError, PromptError
@@ -19,6 +19,7 @@ from draftahead.loader import generation_config
 from draftahead.models.runner import ModelRunner
 
 Message = Mapping[str, Any]
+Conversation = Message | Sequence[Message]
 # Text, token ids, a conversation, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}.
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
 
@@ -53,6 +54,8 @@ class Inputs:
         reuse: bool = False,
         namespace: str | None = None,
     ) -> Request:
+        if namespace is not None:
+            TEXT.of("namespace", namespace)
         encoded = self.encode(prompt)
         ids = encoded.ids
         if not ids:
@@ -60,7 +63,8 @@ class Inputs:
         vocab_size, max_context = self.runner.vocab_size, self.runner.max_context
         if outside := [i for i in ids if not 0 <= i < vocab_size]:
             raise PromptError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
-        if len(ids) >= max_context:
+        # A prompt that fills the context leaves room for log-probabilities of its own only.
+        if len(ids) + (given.max_tokens != 0) > max_context:
             raise self._too_long(len(ids))
         params, eos_token_ids, processors = generation_config.resolve(
             given,
@@ -79,10 +83,9 @@ class Inputs:
             )
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; use stop_token_ids without one")
-        if (params.logprobs or 0) > vocab_size:
-            raise ConfigError(
-                f"logprobs={params.logprobs} is more than the vocabulary of {vocab_size}"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if ((count := getattr(params, name)) or 0) > vocab_size:
+                raise ConfigError(f"{name}={count} is more than the vocabulary of {vocab_size}")
         bad_word_ids = self._bad_word_ids(params.bad_words)
         ids_in = {
             "logit_bias": list(params.logit_bias or ()),
@@ -102,7 +105,7 @@ class Inputs:
             eos_token_ids=eos_token_ids,
             bad_word_ids=bad_word_ids,
             model_processors=processors,
-            reuse=reuse,
+            reuse=FLAG.of("reuse", reuse),
             namespace=namespace,
             prompt_text=encoded.text,
         )
@@ -165,7 +168,7 @@ class Inputs:
         return EncodedPrompt(self._checked_ids(ids), text)
 
     def _checked_ids(self, ids: Sequence[Any]) -> list[int]:
-        if len(ids) >= self.runner.max_context:  # before they are looked at: a `range` may be long
+        if len(ids) > self.runner.max_context:  # before they are looked at: a `range` may be long
             raise self._too_long(len(ids))
         found: list[int] = []
         for item in ids:

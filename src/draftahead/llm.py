@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 from draftahead.backends.cpu.linear import quantize_model
 from draftahead.config import LLMConfig
 from draftahead.core.checks import choice
 from draftahead.core.detokenizer import byte_tokens, no_text
-from draftahead.core.sampling_params import SamplingParams
+from draftahead.core.sampling_params import GivenParams, params_of
 from draftahead.core.stats import Stats
 from draftahead.core.types import Completion, Request, SequenceState, StreamChunk
 from draftahead.drafters import registry
@@ -19,10 +19,11 @@ from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.engine.engine import Engine
 from draftahead.engine.shared import SharedEngine
 from draftahead.errors import ConfigError, DraftaheadError
-from draftahead.inputs import Inputs, Message, Prompt, as_prompts
+from draftahead.inputs import Conversation, Inputs, Prompt, as_conversations, as_prompts
 from draftahead.loader import embedded, hub
 from draftahead.loader.progress import ProgressCallback, no_progress
 from draftahead.models.verifier import Verifier
+from draftahead.outputs import Stream, TokenTexts
 
 NOT_LOSSLESS = "not lossless: typical acceptance, so the output does not follow the target exactly"
 
@@ -118,6 +119,7 @@ class LLM:
         )
         follow_model = config.generation_config is not None
         self._inputs = Inputs(self.model, self.tokenizer, verifier.runner, follow_model)
+        self._token_texts = TokenTexts(self.tokenizer)
         engine = Engine(
             verifier,
             registry.build(config.drafter, context),
@@ -152,28 +154,24 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        sampling_params: GivenParams | Sequence[GivenParams] = None,
         *,
         errors: Literal["raise", "return"] = "raise",
         namespace: str | None = None,
+        **named: Any,
     ) -> list[Completion]:
         """Continues prompts, in batches. One completion for each of a prompt's n samples, in
         order. A request that fails does not stop the others: its error is raised at the end,
         with all `completions` on it, or returned in its Completion with errors="return".
-        `namespace`: requests of one namespace may draft from each other's outputs.
+        `namespace`: requests of one namespace may draft from each other's outputs. `named`:
+        parameters of SamplingParams by name, instead of sampling_params.
         """
         self._shared.check_open()
         choice("raise", "return").of("errors", errors)
         given = as_prompts(prompts)
-        if isinstance(sampling_params, Sequence):
-            params = list(sampling_params)
-        else:
-            params = [sampling_params] * len(given)
-        if len(params) != len(given):
-            raise ConfigError(f"{len(params)} sampling_params for {len(given)} prompts")
+        params = params_of(sampling_params, named, len(given))
         requests = [
-            self._request(prompt, one or SamplingParams(), namespace)
-            for prompt, one in zip(given, params, strict=True)
+            self._request(prompt, one, namespace) for prompt, one in zip(given, params, strict=True)
         ]
         sequences: list[SequenceState] = []
         try:
@@ -191,36 +189,58 @@ class LLM:
             raise failed[0]
         return completions
 
+    @overload
+    def chat(
+        self, messages: str | Conversation, sampling_params: GivenParams = None, **options: Any
+    ) -> Completion: ...
+    @overload
     def chat(
         self,
-        messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
+        messages: Sequence[str | Conversation],
+        sampling_params: GivenParams | Sequence[GivenParams] = None,
+        **options: Any,
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: str | Conversation | Sequence[str | Conversation],
+        sampling_params: GivenParams | Sequence[GivenParams] = None,
         *,
         namespace: str | None = None,
-    ) -> Completion:
-        """The model's answer to a conversation, through its chat template."""
-        if sampling_params is not None and sampling_params.n != 1:
+        **named: Any,
+    ) -> Completion | list[Completion]:
+        """The model's answer to a conversation, through its chat template; of a list of
+        conversations, a list of answers. Text is the message of a user. For the rest see
+        generate."""
+        conversations, is_one = as_conversations(messages)
+        params = params_of(sampling_params, named, len(conversations))
+        if any(one.n != 1 for one in params):
             raise ConfigError("chat gives one answer; use generate([messages], ...) for n of them")
-        return self.generate([messages], sampling_params, namespace=namespace)[0]
+        found = self.generate(conversations, params, namespace=namespace)
+        return found[0] if is_one else found
 
     def stream(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: GivenParams = None,
         *,
         reuse: bool = False,
         namespace: str | None = None,
-    ) -> Generator[StreamChunk, None, Completion]:
-        """Yields the text as it settles. The generator's value (`yield from`) is the Completion.
+        **named: Any,
+    ) -> Stream:
+        """The text as it settles, chunk by chunk; at its end, `completion` of the stream is the
+        Completion.
 
         `reuse` starts from the KV entries that an earlier stream left in the cache, as far as the
         prompts agree: for conversations.
         """
         self._shared.check_open()
-        params = sampling_params or SamplingParams()
+        (params,) = params_of(sampling_params, named, 1)
         if params.n != 1:
             raise ConfigError("stream gives one text; use generate for n of them")
         request = self._inputs.request(prompt, params, reuse=reuse, namespace=namespace)
+        return Stream(self._stream(request))
+
+    def _stream(self, request: Request) -> Generator[StreamChunk, None, Completion]:
         ((sequence,),) = self._shared.add([request])
         shown_tokens = shown_text = 0
         chunks: list[StreamChunk] = []
@@ -302,12 +322,13 @@ class LLM:
         return [self._completion(index, sequence) for sequence in group]
 
     def _completion(self, index: int, sequence: SequenceState) -> Completion:
-        sequence.stats.tokens = sequence.num_generated
+        sequence.stats.tokens, texts = sequence.num_generated, self._token_texts
+        of_prompt = sequence.prompt_logprobs
         return Completion(
             text=sequence.detokenizer.text,
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason or "error",
-            logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+            logprobs=None if sequence.params.logprobs is None else texts.beside(sequence.logprobs),
             stats=sequence.stats,
             prompt=sequence.request.prompt_text,
             prompt_token_ids=list(sequence.request.prompt),
@@ -318,6 +339,7 @@ class LLM:
             error=sequence.error,
             lossless=self.config.lossless,
             stop_reason=sequence.stop_reason,
+            prompt_logprobs=None if of_prompt is None else texts.beside([None, *of_prompt]),
         )
 
 

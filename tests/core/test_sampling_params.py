@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from draftahead import SamplingParams
+from draftahead.core.sampling_params import SMALLEST, params_of
 from draftahead.errors import ConfigError
 
 NAN, INF = float("nan"), float("inf")
@@ -48,7 +49,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("repetition_penalty", 0, "repetition_penalty must be a number from 1e-06 to 10000"),
     ("presence_penalty", INF, "presence_penalty must be a number from -100 to 100"),
     ("frequency_penalty", -101, "frequency_penalty must be a number from -100 to 100"),
-    ("max_tokens", 0, "max_tokens must be a whole number, 1 or more"),
+    ("max_tokens", -1, "max_tokens must be a whole number, 0 or more"),
+    ("max_tokens", 1.0, "max_tokens must be a whole number, 0 or more"),
+    ("prompt_logprobs", -1, "prompt_logprobs must be a whole number, 0 or more"),
     ("min_tokens", -1, "min_tokens must be a whole number, 0 or more"),
     ("n", 0, "n must be a whole number from 1 to 16384"),
     ("n", True, "n must be a whole number"),
@@ -99,8 +102,9 @@ def test_values_that_cannot_be(name: str, value: Any, message: str) -> None:
 
 
 def test_min_tokens_and_max_tokens_must_agree() -> None:
-    with pytest.raises(ConfigError, match=r"min_tokens .9. must not exceed"):
-        SamplingParams(min_tokens=9, max_tokens=3)
+    for most in (0, 3):
+        with pytest.raises(ConfigError, match=r"min_tokens .9. must not exceed"):
+            SamplingParams(min_tokens=9, max_tokens=most)
 
 
 def test_values_at_the_ends_of_their_range_are_accepted() -> None:
@@ -137,6 +141,14 @@ def test_numbers_and_lists_of_other_libraries_become_pythons() -> None:
     assert type(found.top_k) is int
     assert found.ignore_eos is True
     assert [type(i) for i in found.stop_token_ids] == [int, int]
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-300])
+def test_what_float32_rounds_to_zero_becomes_the_smallest_number_of_it(value: float) -> None:
+    params = SamplingParams(temperature=value, top_p=value)
+    assert params.temperature == params.top_p == SMALLEST == torch.finfo(torch.float32).tiny
+    assert SamplingParams(top_p=0).top_p == SMALLEST  # the most likely token stays
+    assert SamplingParams(temperature=0).is_greedy
 
 
 def test_what_was_given_may_be_changed_afterwards() -> None:
@@ -190,3 +202,42 @@ def test_repr_shows_what_differs_from_the_defaults() -> None:
 def test_copies_are_equal() -> None:
     params = SamplingParams(temperature=0, stop="a", logit_bias={1: 2.0})
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+
+
+FIVE, COLD = SamplingParams(max_tokens=5), SamplingParams(temperature=0)
+
+
+def test_parameters_for_all_prompts_for_each_and_by_name() -> None:
+    assert params_of(FIVE, {}, 2) == [FIVE, FIVE]
+    assert params_of({"max_tokens": 5}, {}, 2) == [FIVE, FIVE]
+    assert params_of(None, {"max_tokens": 5}, 2) == [FIVE, FIVE]
+    assert params_of(None, {}, 1) == [SamplingParams()]
+    assert params_of([FIVE, {"temperature": 0}, None], {}, 3) == [FIVE, COLD, SamplingParams()]
+    assert params_of((FIVE,), {}, 1) == [FIVE]
+    assert params_of([], {}, 0) == params_of(None, {}, 0) == []
+
+
+FORMS = "sampling_params must be SamplingParams, a dictionary of its parameters, or a list"
+BAD_FORMS: list[tuple[Any, dict[str, Any], str]] = [
+    (FIVE, {"n": 2}, "give sampling_params or n=, not both"),
+    ({}, {"n": 2}, "give sampling_params or n=, not both"),
+    ([FIVE], {}, "1 sampling_params for 2 prompts"),
+    (5, {}, f"{FORMS} of one for each prompt, not 5$"),
+    ("greedy", {}, FORMS),
+    (b"greedy", {}, FORMS),
+    (SamplingParams, {}, FORMS),
+    ([FIVE, 5], {}, FORMS),
+    (np.array([1, 2]), {}, FORMS),
+    (np.array(1), {}, FORMS),
+    ({1: 2}, {}, FORMS),
+    ({"max_token": 2}, {}, "did you mean 'max_tokens'"),
+    (None, {"max_new_tokens": 2}, "write max_tokens"),
+    (None, {"use_tqdm": False}, "leave it out"),
+    (None, {"temperature": "hot"}, "temperature must be"),
+]
+
+
+@pytest.mark.parametrize(("given", "named", "message"), BAD_FORMS)
+def test_what_are_no_parameters(given: Any, named: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        params_of(given, named, 2)

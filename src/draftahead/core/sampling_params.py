@@ -14,9 +14,11 @@ from draftahead.core.checks import (
     TOKEN_IDS,
     Kind,
     Parameters,
+    as_list,
     list_of,
     mapping_of,
     number,
+    shown,
     whole,
 )
 from draftahead.errors import ConfigError
@@ -71,7 +73,7 @@ _KINDS = {
         Kind("", _bad_word), "a list of words that are not empty, as text or token ids"
     ),
     "min_tokens": whole(0),
-    "max_tokens": whole(1),
+    "max_tokens": whole(0),
     "stop": Kind("text that is not empty, or a list of it", _stop),
     "stop_token_ids": TOKEN_IDS,
     "include_stop_str_in_output": FLAG,
@@ -79,6 +81,7 @@ _KINDS = {
     "n": whole(1, 2**14),
     "seed": whole(),
     "logprobs": whole(0),
+    "prompt_logprobs": whole(0),
     "raw_logprobs": FLAG,
     "processors": list_of(FUNCTION, "a list of LogitsProcessors"),
 }
@@ -99,6 +102,7 @@ _ADVICE = {
     **dict.fromkeys(("num_beams", "use_beam_search", "beam_width", "early_stopping"), _BEAMS),
     **dict.fromkeys(("length_penalty", "diversity_penalty", "num_beam_groups"), _BEAMS),
     "top_logprobs": "write logprobs",
+    **dict.fromkeys(("output_scores", "output_logits"), "write logprobs"),
     **dict.fromkeys(("logits_processors", "logits_processor"), "write processors"),
     **dict.fromkeys(("stop_strings", "stop_sequences"), "write stop"),
     "eos_token_id": "write stop_token_ids",
@@ -131,6 +135,8 @@ _ADVICE = {
     **dict.fromkeys(("exact", "lossless", "max_context", "max_batch", "tokenizer"), _OF_LLM),
     **dict.fromkeys(("max_model_len", "max_num_seqs"), f"{_OF_LLM}: max_context, max_batch"),
     "reuse": "it is an argument of the method stream of LLM",
+    "errors": "it is an argument of the method generate of LLM",
+    "echo": "the prompt is Completion.prompt",
 }
 
 
@@ -153,7 +159,7 @@ class SamplingParams(Parameters):
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()  # text or token ids that are never emitted
     min_tokens: int | None = None  # the output does not end before so many tokens
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # 0 generates nothing: for prompt_logprobs
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False  # the text ends behind the stop, not before it
@@ -162,13 +168,17 @@ class SamplingParams(Parameters):
     seed: int | None = None  # None: a fresh one, found in Completion.seed
     logprobs: int | None = None  # how many of the most likely tokens; 0: the chosen one only
     raw_logprobs: bool = False  # of the model's own logits, not of the distribution sampled from
+    # The same of each token of the prompt but the first, always of the model's own logits. With
+    # max_tokens=0 they are all that is computed.
+    prompt_logprobs: int | None = None
     # transformers LogitsProcessors. They are called with the whole path of a node and must be
     # stateless: drafted paths that are rejected pass through them too.
     processors: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_tokens and self.max_tokens and self.min_tokens > self.max_tokens:
+        most = self.max_tokens
+        if self.min_tokens and most is not None and self.min_tokens > most:
             raise ConfigError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
@@ -193,3 +203,32 @@ class SamplingParams(Parameters):
             or self.processors
             or self.min_tokens
         )
+
+
+GivenParams = SamplingParams | Mapping[str, Any] | None
+_FORMS = "SamplingParams, a dictionary of its parameters, or a list of one for each prompt"
+
+
+def params_of(given: Any, named: Mapping[str, Any], count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts: those given for all, for each, or by name."""
+    if named and given is not None:
+        raise ConfigError(f"give sampling_params or {next(iter(named))}=, not both")
+    if given is None or isinstance(given, SamplingParams | Mapping):
+        return [_params(named if given is None else given)] * count
+    try:
+        found = list(as_list(given))
+    except Exception:
+        raise ConfigError(f"sampling_params must be {_FORMS}, not {shown(given)}") from None
+    if len(found) != count:
+        raise ConfigError(f"{len(found)} sampling_params for {count} prompts")
+    return [_params({} if one is None else one) for one in found]
+
+
+def _params(given: Any) -> SamplingParams:
+    if isinstance(given, SamplingParams):
+        return given
+    try:
+        named = {TEXT.read(name): value for name, value in given.items()}
+    except Exception:
+        raise ConfigError(f"sampling_params must be {_FORMS}, not {shown(given)}") from None
+    return SamplingParams(**named)

@@ -5,7 +5,7 @@ Shapes: B sequences of the batch, N nodes of a draft (node 0 is the root), V voc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
@@ -53,11 +53,17 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of one output token, under the target's distribution for it."""
+    """The log-probability of one token, under the target's distribution for it."""
 
     token_id: int
     logprob: float
     top: dict[int, float]  # of the most likely tokens; the chosen one is not always among them
+    # Of all these tokens, each as it reads in the middle of a text; empty without a tokenizer.
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str | None:
+        return self.texts.get(self.token_id)
 
 
 class TokensView(Sequence[int]):
@@ -122,6 +128,7 @@ class SequenceState:
     detokenizer: Detokenizer
     drafted: list[bool] = field(default_factory=list)  # of each output token: was it drafted
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None  # of its second token on, once it is computed
     stats: Stats = field(default_factory=Stats)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -166,6 +173,10 @@ class SequenceState:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and self.prompt_logprobs is None
 
 
 class StepCost(NamedTuple):
@@ -313,6 +324,8 @@ class Completion:
     stop_reason: str | int | None = None
     # None if token ids were given; of a conversation, the text that the chat template made.
     prompt: str | None = None
+    # With SamplingParams(prompt_logprobs=...); None for the first token, which nothing predicts.
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def __repr__(self) -> str:
         end = f"finish_reason={self.finish_reason!r}" if self.error is None else repr(self.error)

@@ -60,6 +60,7 @@ class Scheduler:
             self._cache.copy_slot(samples[0], slot)
             del self._cache.tokens_in[slot][sequence.prompt_length - 1 :]
             sequence.stats.reused_tokens = sequence.prompt_length - 1
+            sequence.prompt_logprobs = self.running[samples[0]].prompt_logprobs
         elif request.reuse:
             prompt, idle = request.prompt[:-1], range(slot, self.max_batch)
             matching = {b: self._cache.matching_prefix(b, prompt) for b in idle}
@@ -114,8 +115,9 @@ class Scheduler:
         num_kept = []
         for b, sequence in enumerate(batch.sequences):
             before, reason = len(sequence.drafted), sequence.finish_reason
+            emitted = verdict.tokens[b] if sequence.params.max_tokens else []
             try:
-                for index, token in enumerate(verdict.tokens[b]):
+                for index, token in enumerate(emitted):
                     if sequence.finish_reason is not None:
                         break
                     sequence.logprobs += logprobs.get(b, [])[index : index + 1]
@@ -127,6 +129,8 @@ class Scheduler:
                 raise
             if b in verdict.errors and sequence.finish_reason is None:
                 sequence.error, sequence.finish_reason = verdict.errors[b], "error"
+            elif not sequence.params.max_tokens and sequence.finish_reason is None:
+                sequence.finish_reason = "length"  # a prompt without an output
             num_kept.append(sum(sequence.drafted[before:]))
         return num_kept
 

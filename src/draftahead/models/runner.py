@@ -9,7 +9,7 @@ tested is compared with its own forward once, at load.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from draftahead.models.support import text_config
 # Prompt tokens of one forward. More would need more memory for activations and gain little: such a
 # forward is bound by arithmetic.
 PREFILL_CHUNK = 512
+LOGITS_CHUNK = 128  # the same where their logits are wanted: [N, V] are large
 PREFILL_TOKENS = 16384  # of all sequences of a forward that fills several slots
 
 
@@ -265,31 +266,36 @@ class ModelRunner:
         *,
         chunk: int | None = None,
         kv_len: int | None = None,
+        take_logits: Callable[[int, Tensor], None] | None = None,
     ) -> int:
         """Makes the slot hold exactly `tokens`; returns how many of them it held already.
 
         `chunk`: forwards cut and padded to this many tokens by position alone, nothing reused, so
-        that the KV entries are the same bits whatever went before.
+        that the KV entries are the same bits whatever went before. `take_logits`: called for each
+        forward with its first position and logits [N, V]; nothing is reused.
         """
         self._refresh_backend(slot)
         held, long_rope = self.cache.tokens_in[slot], self.is_long_rope(len(tokens) + 1)  # + root
-        if chunk or self.cache.long_rope[slot] != long_rope:
+        if chunk or take_logits or self.cache.long_rope[slot] != long_rope:
             held.clear()
         self.cache.long_rope[slot] = long_rope
         reused = self.cache.matching_prefix(slot, tokens)
         del held[reused:]
-        size = chunk or (NODES_PER_CALL if self.batch_invariant else PREFILL_CHUNK)
+        longest = PREFILL_CHUNK if take_logits is None else LOGITS_CHUNK
+        size = chunk or (NODES_PER_CALL if self.batch_invariant else longest)
         for start in range(reused, len(tokens), size):
             part = list(tokens[start : start + size])
-            if chunk or not self._graphed_prefill(slot, part, start):
+            if chunk or take_logits or not self._graphed_prefill(slot, part, start):
                 padding = [0] * (chunk - len(part)) if chunk else []
-                self.forward(
+                output = self.forward(
                     torch.tensor([part + padding]),
                     first_slot=slot,
                     kv_len=kv_len,
-                    with_logits=False,
+                    with_logits=take_logits is not None,
                     num_context_tokens=len(part),
                 )
+                if take_logits is not None:
+                    take_logits(start, output.logits[0, : len(part)])
             held.extend(part)
         return reused
 

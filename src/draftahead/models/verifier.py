@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,18 @@ from draftahead.backends.base import DeviceTree
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import CompileTime
 from draftahead.core.tree import MAX_NODES
-from draftahead.core.types import Batch, Exact, ForwardOutput, RunningBatch, SequenceState, Verdict
+from draftahead.core.types import (
+    Batch,
+    Exact,
+    ForwardOutput,
+    RunningBatch,
+    SequenceState,
+    TokenLogprob,
+    Verdict,
+)
 from draftahead.errors import ReplayUnsupportedError
 from draftahead.models.runner import ModelRunner
+from draftahead.sampling.sample import own_logprobs
 
 # Nodes of every forward in replay mode, drafted or not. More allow longer drafts there, and make
 # every forward dearer.
@@ -71,17 +81,27 @@ class Verifier:
     def prefill(self, slot: int, sequence: SequenceState) -> int:
         """Computes the KV entries of all tokens but the last, which is the root of the next step,
         reusing those that the slot holds; returns how many it reused."""
-        tokens = sequence.tokens[:-1]
+        prefill = partial(self.runner.prefill, slot, sequence.tokens[:-1])
         if self.replay:
             self._self_test(slot, self._kv_len(sequence))
         if self.fixed_shape:
-            kv_len = self._kv_len(sequence)
-            return self.runner.prefill(slot, tokens, chunk=REPLAY_CHUNK, kv_len=kv_len)
-        return self.runner.prefill(slot, tokens)
+            prefill = partial(prefill, chunk=REPLAY_CHUNK, kv_len=self._kv_len(sequence))
+        if not sequence.lacks_prompt_logprobs:
+            return prefill()
+        found: list[TokenLogprob] = []
+        count, prompt = sequence.params.prompt_logprobs or 0, sequence.request.prompt
+
+        def take(start: int, logits: Tensor) -> None:
+            following = prompt[start + 1 : start + 1 + len(logits)]
+            found.extend(own_logprobs(logits[: len(following)], following, count))
+
+        prefill(take_logits=take)
+        sequence.prompt_logprobs = found  # at the end: an interrupted prefill is done again
+        return 0
 
     def prefill_slots(self, first_slot: int, sequences: Sequence[SequenceState]) -> None:
         """The same for several sequences in slots from `first_slot` on, reusing nothing."""
-        if self.replay:
+        if self.replay or any(sequence.lacks_prompt_logprobs for sequence in sequences):
             for slot, sequence in enumerate(sequences, start=first_slot):
                 self.cache.tokens_in[slot].clear()
                 self.prefill(slot, sequence)

@@ -43,13 +43,30 @@ def token_logprobs(
     for row, context, token in zip(logits, contexts, tokens, strict=True):
         params = context.sequence.params
         if params.raw_logprobs:
-            logs = row.float().log_softmax(-1)
-        elif params.is_greedy:
-            logs = process_logits(row[None], [context])[0].log_softmax(-1)
+            found += own_logprobs(row[None], [token], params.logprobs or 0)
+            continue
+        if params.is_greedy:
+            logs = process_logits(row[None], [context]).log_softmax(-1)
         else:
-            logs = probs_of(row[None], [context])[0].log()
-        values, ids = logs.topk(min(params.logprobs or 0, logs.shape[-1]))
-        likely = zip(ids.tolist(), values.tolist(), strict=True)
-        top = {i: value for i, value in likely if value > -torch.inf}
-        found.append(TokenLogprob(token, float(logs[token]), top))
+            logs = probs_of(row[None], [context]).log()
+        found += _with_top(logs, [token], params.logprobs or 0)
+    return found
+
+
+def own_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Log-probabilities of tokens under the model's own distributions [A, V], with those of the
+    `count` most likely ones."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return _with_top(logits.log_softmax(-1), tokens, count)
+
+
+def _with_top(logs: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    values, ids = logs.topk(min(count, logs.shape[-1]))
+    chosen = logs.gather(-1, torch.tensor(tokens, device=logs.device)[:, None])[:, 0]
+    found = []
+    rows = zip(tokens, chosen.tolist(), ids.tolist(), values.tolist(), strict=True)
+    for token, logprob, likely, likely_logprobs in rows:
+        pairs = zip(likely, likely_logprobs, strict=True)
+        top = {i: value for i, value in pairs if value > -torch.inf}
+        found.append(TokenLogprob(token, logprob, top))
     return found
