@@ -62,7 +62,9 @@ class Inputs:
             raise PromptError("the prompt is empty: give at least one token to continue from")
         vocab_size, max_context = self.runner.vocab_size, self.runner.max_context
         if outside := [i for i in ids if not 0 <= i < vocab_size]:
-            raise PromptError(f"token {outside[0]} is outside the vocabulary of {vocab_size}")
+            raise PromptError(
+                f"token {shown(outside[0])} is outside the vocabulary of {vocab_size}"
+            )
         # A prompt that fills the context leaves room for log-probabilities of its own only.
         if len(ids) + (given.max_tokens != 0) > max_context:
             raise self._too_long(len(ids))
@@ -76,16 +78,18 @@ class Inputs:
             max_new_tokens=max_context - len(ids),
         )
         if len(ids) + (params.max_tokens or 0) > max_context:
+            asked = f"max_tokens={shown(params.max_tokens)}"
             raise ContextLengthError(
-                f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} exceed the context "
-                f"of {max_context}: ask for at most {max_context - len(ids)}"
-                + self._larger_context_hint()
+                f"{len(ids)} prompt tokens and {asked} exceed the context of {max_context}: "
+                f"ask for at most {max_context - len(ids)}" + self._larger_context_hint()
             )
         if params.stop_strings and self.tokenizer is None:
             raise ConfigError("stop strings need a tokenizer; use stop_token_ids without one")
         for name in ("logprobs", "prompt_logprobs"):
             if ((count := getattr(params, name)) or 0) > vocab_size:
-                raise ConfigError(f"{name}={count} is more than the vocabulary of {vocab_size}")
+                raise ConfigError(
+                    f"{name}={shown(count)} is more than the vocabulary of {vocab_size}"
+                )
         bad_word_ids = self._bad_word_ids(params.bad_words)
         ids_in = {
             "logit_bias": list(params.logit_bias or ()),
@@ -96,7 +100,7 @@ class Inputs:
             for token in tokens:
                 if not 0 <= token < vocab_size:
                     raise ConfigError(
-                        f"{name}: token {token} is outside the vocabulary of {vocab_size}"
+                        f"{name}: token {shown(token)} is outside the vocabulary of {vocab_size}"
                     )
         return Request(
             prompt=tuple(ids),
@@ -157,7 +161,8 @@ class Inputs:
         text, ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
         if given or (text is None and ids is None):
             key = next(iter(given or prompt), "{}")
-            raise PromptError(f"a prompt cannot have {shown(key)}: {ACCEPTED}")
+            hint = " (of a tokenizer's output, give the ids alone)" if key == "input_ids" else ""
+            raise PromptError(f"a prompt cannot have {shown(key)}{hint}: {ACCEPTED}")
         if text is not None and not isinstance(text, str):
             raise PromptError("'prompt' must be text; give token ids as 'prompt_token_ids'")
         if ids is None:

@@ -9,9 +9,9 @@ from typing import Any, Literal, Self, overload
 
 from draftahead.backends.cpu.linear import quantize_model
 from draftahead.config import LLMConfig
-from draftahead.core.checks import choice
+from draftahead.core.checks import FUNCTION, choice
 from draftahead.core.detokenizer import byte_tokens, no_text
-from draftahead.core.sampling_params import GivenParams, params_of
+from draftahead.core.sampling_params import GivenParams, SamplingParams, params_of
 from draftahead.core.stats import Stats
 from draftahead.core.types import Completion, Request, SequenceState, StreamChunk
 from draftahead.drafters import registry
@@ -76,7 +76,7 @@ class LLM:
         return llm
 
     def _load(self, config: LLMConfig, report: ProgressCallback) -> None:
-        self._loader = Loader(config, report)
+        self._loader = Loader(config, FUNCTION.of("report", report))
         self.model, self.tokenizer = config.model, config.tokenizer
         if config.is_named:
             self.model, tokenizer = self._loader(str(config.model))

@@ -30,9 +30,9 @@ BAD: list[tuple[tuple[str, ...], str]] = [
     (("generate", "w1", "--drafter", "lokup"), "did you mean 'lookup'"),
     (
         ("generate", "w1", "--temperature", "-1"),
-        "error: --temperature must be 0 (greedy) or a number",
+        "error: --temperature must be a number from 0 (greedy)",
     ),
-    (("generate", "w1", "--top-p", "7"), "error: --top-p must be a number from 1e-06 to 1"),
+    (("generate", "w1", "--top-p", "7"), "error: --top-p must be a number from 0 to 1"),
     (("generate", "w1", "--speculative-config", "{"), "not JSON"),
     (("generate", "w1", "--speculative-config", '{"methd": "x"}'), "has no option 'methd'"),
     (("generate", "w1", "--max-tokens", "5000"), "exceed the context"),

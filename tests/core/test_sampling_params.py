@@ -105,6 +105,27 @@ def test_min_tokens_and_max_tokens_must_agree() -> None:
     for most in (0, 3):
         with pytest.raises(ConfigError, match=r"min_tokens .9. must not exceed"):
             SamplingParams(min_tokens=9, max_tokens=most)
+    with pytest.raises(ConfigError, match=r"min_tokens .this int. must not exceed"):
+        SamplingParams(min_tokens=10**5000, max_tokens=3)
+
+
+class OddText(str):
+    """Text of a class of the user's, which raises when it is used."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no")
+
+    __hash__ = None  # type: ignore[assignment]
+    __len__ = encode = __str__ = __repr__ = __eq__  # type: ignore[assignment]
+
+
+def test_text_of_any_class_becomes_pythons() -> None:
+    found = SamplingParams(stop=[OddText("end")], bad_words=[OddText("word")])
+    assert (found.stop, found.bad_words) == (("end",), ("word",))
+    assert {type(text) for text in (*found.stop, *found.bad_words)} == {str}
+    assert SamplingParams(stop=OddText("end")).stop == ("end",)
+    with pytest.raises(ConfigError, match="seed must be a whole number, not '5'"):
+        SamplingParams(seed=OddText("5"))
 
 
 def test_values_at_the_ends_of_their_range_are_accepted() -> None:

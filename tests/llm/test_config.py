@@ -59,6 +59,8 @@ def test_config_cannot_be_changed() -> None:
         ({"method": "lookup", "prompt_lookup_mx": 3}, "did you mean 'prompt_lookup_max'"),
         ({"prompt_lookup_max": 3}, "needs 'method'"),
         (3, "must be a name"),
+        ({5: "lookup"}, "a dictionary with names as keys, not {5: 'lookup'}"),
+        ({"method": ["lookup"]}, r"no drafter \['lookup'\]"),
     ],
 )
 def test_a_misspelt_drafter_is_refused_before_the_model_loads(
@@ -81,3 +83,9 @@ def test_a_revision_is_of_the_target_not_of_its_draft_model(
     monkeypatch.setattr(hub, "load", load)
     LLM("org/target", {"method": "draft_model", "model": "org/draft"}, revision="v2")
     assert seen == {"org/target": "v2", "org/draft": None}
+
+
+def test_what_is_reported_to_must_be_a_function() -> None:
+    for wrong in (5, "print", None):
+        with pytest.raises(ConfigError, match="report must be a function"):
+            LLM(zoo.tiny("llama"), "none", report=wrong)  # type: ignore[arg-type]

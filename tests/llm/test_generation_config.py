@@ -283,6 +283,12 @@ def test_every_field_is_followed_harmless_or_refused() -> None:
     assert set(tables.NEUTRAL) <= {*followed, *tables.REFUSED}
 
 
+def test_every_field_that_matters_is_a_sampling_parameter_or_has_advice() -> None:
+    """For those who pass it to generate(...) as they would to transformers'."""
+    matter = generation_config.KNOWN - generation_config.HARMLESS
+    assert matter <= {*vars(SamplingParams()), *SamplingParams.advice}
+
+
 def test_the_documentation_names_every_field() -> None:
     page = (Path(__file__).parents[2] / "docs" / "generation_config.md").read_text()
     assert not [name for name in generation_config.KNOWN if f"`{name}`" not in page]
@@ -322,6 +328,32 @@ def test_a_field_that_cannot_be_followed_is_refused_by_name(
         )
         setattr(target.generation_config, name, None)
         assert plain.generate(PROMPT)[0].token_ids == TEXT
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("eos_token_id", 0.5), ("eos_token_id", "2"), ("eos_token_id", [2, "3"]), ("do_sample", "no")],
+)
+def test_a_value_of_a_wrong_type_is_refused_by_name(
+    field: str, value: Any, target: Any, plain: LLM
+) -> None:
+    with settings(target):
+        setattr(target.generation_config, field, value)
+        with pytest.raises(ConfigError, match=f"sets {field}=.*, but {field} must be"):
+            plain.generate(PROMPT)
+
+
+def test_what_is_no_generation_config_is_refused(target: Any, plain: LLM) -> None:
+    """Its fields would not be found, and so not followed."""
+    before = target.generation_config
+    try:
+        target.generation_config = {"temperature": 0.5}
+        with pytest.raises(ConfigError, match="must be a GenerationConfig or None"):
+            plain.generate(PROMPT)
+        target.generation_config = None
+        assert plain.generate(PROMPT, max_tokens=10)[0].token_ids == TEXT
+    finally:
+        target.generation_config = before
 
 
 def test_all_refused_fields_are_named_at_once(target: Any, plain: LLM) -> None:

@@ -99,6 +99,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "words": ([["a", "b"]], f"{WHOLE} 'a' is none"),
     "a number": (5, "5 of type int is no prompt"),
     "a scalar": (torch.tensor(5), "is no prompt"),
+    "a number of 5,000 digits": ([10**5000], "token this int is outside the vocabulary"),
     "none": (None, "None of type NoneType is no prompt"),
     "none in a list": ([None], "None of type NoneType is no prompt"),
     "set": ({1, 2}, "is no prompt and no list of prompts"),
@@ -109,7 +110,7 @@ BAD: dict[str, tuple[Any, str]] = {
         {"prompt": "w5", "multi_modal_data": {}},
         "cannot have 'multi_modal_data': " + FORMS,
     ),
-    "transformers' dict": ({"input_ids": IDS}, "cannot have 'input_ids'"),
+    "transformers' dict": ({"input_ids": IDS}, r"cannot have 'input_ids' \(.*give the ids alone"),
     "empty dict": ({}, "cannot have '{}'"),
     "ids as text": ({"prompt": IDS}, "give token ids as 'prompt_token_ids'"),
     "text as ids": ({"prompt_token_ids": "w5"}, "'prompt_token_ids' must be a list of token ids"),
@@ -168,6 +169,12 @@ def test_a_prompt_of_any_length_is_refused_at_once(llm: LLM, ids: Any) -> None:
 def test_sizes_that_no_machine_has_are_refused_at_once(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match="ask for at most 61"):
         llm.generate(IDS, SamplingParams(max_tokens=10**12))
+    for name in ("logit_bias", "stop_token_ids"):
+        given = {10**5000: 1.0} if name == "logit_bias" else [10**5000]
+        with pytest.raises(ConfigError, match=f"{name}: token this int is outside"):
+            llm.generate(IDS, {name: given})
+    with pytest.raises(ContextLengthError, match="max_tokens=this int exceed"):
+        llm.generate(IDS, max_tokens=10**5000)
     with pytest.raises(ConfigError, match="logprobs=98 is more than the vocabulary of 97"):
         llm.generate(IDS, SamplingParams(logprobs=98))
 

@@ -37,7 +37,7 @@ def assert_of_the_model(out: Completion, model: Any, tolerance: float = 1e-4) ->
     assert len(found) == len(ids)
     assert found[0] is None
     with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = model(torch.tensor([ids], device=model.device)).logits[0].log_softmax(-1)
     for row, token, one in zip(expected, ids[1:], found[1:], strict=False):
         assert one is not None
         assert one.token_id == token
@@ -77,6 +77,19 @@ def test_with_our_own_kernels() -> None:
     assert llm.engine.verifier.runner.batch_invariant
     for out in llm.generate([LONG, PROMPTS[0]], SCORE):
         assert_of_the_model(out, model, 1e-3)
+
+
+def test_on_a_gpu_whose_next_forward_is_launched_ahead(gpu_device: str) -> None:
+    model = zoo.tiny("llama").to(gpu_device)
+    llm = LLM(model, "lookup", max_batch=3)
+    prompts = [*PROMPTS, LONG]
+    for params in ([SCORE] * 5, [WITH_OUTPUT, SCORE, GREEDY, WITH_OUTPUT, SCORE]):
+        for one, out in zip(params, llm.generate(prompts, params), strict=True):
+            if one.prompt_logprobs is not None:
+                assert_of_the_model(out, model)
+            expected = zoo.reference(model, out.prompt_token_ids, 6) if one.max_tokens else []
+            assert (out.token_ids, out.finish_reason) == (expected, "length")
+    assert llm.engine._in_flight is None
 
 
 def test_every_sample_has_them(llm: LLM, target: Any) -> None:

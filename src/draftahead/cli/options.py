@@ -151,7 +151,7 @@ class SamplingOptions:
     ] = 0.0
     max_tokens: Annotated[
         int | None,
-        Option(help="Tokens to generate per prompt, at most; unset: the model's, or 256."),
+        Option(min=1, help="Tokens to generate per prompt, at most; unset: the model's, or 256."),
     ] = None
     seed: Annotated[int | None, Option(help="The same seed gives the same text.")] = None
 

@@ -27,6 +27,7 @@ class Kind(NamedTuple):
 
     def of(self, name: str, value: Any) -> Any:
         """The plain value: numpy's numbers become Python's, lists become tuples."""
+        value = str.__str__(value) if isinstance(value, str) else value
         try:
             return self.read(value)
         except Exception:  # also what an object of the user's raises when it is looked at
@@ -127,10 +128,13 @@ def _range(what: str, low: float | None, high: float | None, note: str) -> str:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str):
         raise TypeError
-    value.encode()  # half a surrogate pair is no text: no tokenizer takes it
-    return value
+    plain = str.__str__(value)  # of a class of the user's, or numpy's
+    if not plain:
+        raise ValueError
+    plain.encode()  # half a surrogate pair is no text: no tokenizer takes it
+    return plain
 
 
 def _flag(value: Any) -> bool:

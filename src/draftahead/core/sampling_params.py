@@ -87,7 +87,10 @@ _KINDS = {
 }
 
 _BEAMS = "beam search is not supported; samples of their own are n"
-_PROCESSOR = "pass the LogitsProcessor of transformers that does it in processors"
+_PROCESSOR = (
+    "set it on model.generation_config, or pass the LogitsProcessor of transformers in processors"
+)
+_UNSUPPORTED = "it is not supported: docs/generation_config.md says why"
 _SPECULATION = "how to draft is said once, by the drafter of LLM(model, drafter=...)"
 _SPECIAL = "special tokens are left out of the text; they are in token_ids"
 _OF_LLM = "it is an option of LLM"
@@ -107,12 +110,17 @@ _ADVICE = {
     **dict.fromkeys(("stop_strings", "stop_sequences"), "write stop"),
     "eos_token_id": "write stop_token_ids",
     "bad_words_ids": "write bad_words",
-    "typical_p": _PROCESSOR,
-    "no_repeat_ngram_size": _PROCESSOR,
-    "encoder_repetition_penalty": _PROCESSOR,
-    "epsilon_cutoff": _PROCESSOR,
-    "eta_cutoff": _PROCESSOR,
-    "sequence_bias": _PROCESSOR,
+    **dict.fromkeys(("typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"), _PROCESSOR),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), _PROCESSOR),
+    **dict.fromkeys(("encoder_repetition_penalty", "sequence_bias"), _PROCESSOR),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _PROCESSOR),
+    **dict.fromkeys(("begin_suppress_tokens", "exponential_decay_length_penalty"), _PROCESSOR),
+    **dict.fromkeys(("remove_invalid_values", "watermarking_config"), _PROCESSOR),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints"), _UNSUPPORTED),
+    **dict.fromkeys(("force_words_ids", "guidance_scale", "token_healing"), _UNSUPPORTED),
+    **dict.fromkeys(("max_time", "assistant_ensemble_weight"), _UNSUPPORTED),
+    "cache_implementation": "the KV cache is draftahead's own: leave it out",
+    "truncate_prompt_tokens": "shorten the prompt before",
     "suppress_tokens": "give them a logit_bias of -inf",
     "allowed_token_ids": "pass a LogitsProcessor in processors",
     **dict.fromkeys(
@@ -125,6 +133,9 @@ _ADVICE = {
     "use_tqdm": "there is no progress bar to switch off: leave it out",
     "lora_request": "merge the adapter into the model first",
     "generation_config": "give its fields as parameters of their own",
+    **dict.fromkeys(
+        ("prompt", "prompts", "messages", "prompt_token_ids", "inputs"), "it is the first argument"
+    ),
     "attention_mask": "prompts are not padded: leave it out",
     "input_ids": "give the token ids as the prompt",
     **dict.fromkeys(
@@ -180,7 +191,7 @@ class SamplingParams(Parameters):
         most = self.max_tokens
         if self.min_tokens and most is not None and self.min_tokens > most:
             raise ConfigError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+                f"min_tokens ({shown(self.min_tokens)}) must not exceed max_tokens ({shown(most)})"
             )
 
     @property

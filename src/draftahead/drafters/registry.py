@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 from draftahead import drafters
-from draftahead.core.checks import shown
+from draftahead.core.checks import TEXT, shown
 from draftahead.drafters.base import Drafter, DrafterContext
 from draftahead.errors import ConfigError, UnknownDrafterError, nearest
 
@@ -78,18 +78,23 @@ def _found(wanted: Any) -> tuple[Callable[..., Drafter], dict[str, Any]]:
             f"drafter must be a name, a configuration or an object with propose, learn and "
             f"release, not {type(wanted).__name__}"
         )
-    options = dict(wanted)
+    try:
+        options = {TEXT.read(key): value for key, value in wanted.items()}
+    except Exception:
+        raise ConfigError(
+            f"the drafter's configuration is a dictionary with names as keys, not {shown(wanted)}"
+        ) from None
     # vLLM lets a configuration with a model leave its method out.
     name = options.pop("method", "draft_model" if "model" in options else None)
     if name is None:
         raise ConfigError(
             f"the drafter's configuration needs 'method' (one of {', '.join(names())})"
         )
-    maker = _maker(name)
+    maker, name = _maker(name), str.__str__(name)
     known = _options(maker)
     for key in options:
         if key not in known:
-            hint = nearest(str(key), known) if known else " (it takes none)"
+            hint = nearest(key, known) if known else " (it takes none)"
             raise ConfigError(f"drafter {name!r} has no option {shown(key)}{hint}")
     for key, default in known.items():
         if default is REQUIRED_OPTION and options.get(key) is None:
@@ -113,12 +118,11 @@ def summary_of(name: str) -> str:
 
 def _maker(name: Any) -> Callable[..., Drafter]:
     _load_all()
-    maker = None
-    if isinstance(name, str):
-        maker = _REGISTRY.get(name) or _REGISTRY.get(_SYNONYMS.get(name, ""))
+    typed = str.__str__(name) if isinstance(name, str) else ""
+    maker = _REGISTRY.get(typed) or _REGISTRY.get(_SYNONYMS.get(typed, ""))
     if maker is None:
         known = [*_REGISTRY, *_SYNONYMS]
-        raise UnknownDrafterError(f"no drafter {shown(name)}{nearest(str(name), known)}")
+        raise UnknownDrafterError(f"no drafter {shown(name)}{nearest(typed, known)}")
     return maker
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation import logits_process
 
-from draftahead.core.checks import shown
+from draftahead.core.checks import FLAG, TOKEN_IDS, Kind, shown, whole
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.types import ModelProcessors, Processor
 from draftahead.errors import ConfigError
@@ -38,6 +38,10 @@ DEFAULTS = {
     "stop": "stop_strings",
 }
 READ_BESIDE_DEFAULTS = ("do_sample", "max_length", "min_length", "eos_token_id")
+_END_IDS = Kind(
+    "a token id, or a list of them",
+    (Kind("", lambda value: (whole().read(value),)) | TOKEN_IDS).read,
+)
 
 
 # ------------------------------------------------------------------------- processors by field
@@ -211,6 +215,10 @@ def resolve(
     """Fills what is not set from the model's generation_config, else with neutral values.
     `max_new_tokens`: what the context has room for."""
     config = getattr(model, "generation_config", None) if follow_model else None
+    if config is not None and not hasattr(config, "eos_token_id"):  # nor any other field
+        raise ConfigError(
+            f"model.generation_config must be a GenerationConfig or None, not {shown(config)}"
+        )
     _refuse(config, takes_stop_strings=tokenizer is not None or bool(given.stop))
     eos = frozenset(i for i in _eos_token_ids(config, model, tokenizer) if i < vocab_size)
     params = _with_defaults(given, config, eos, len(prompt), max_new_tokens)
@@ -296,8 +304,14 @@ def _eos_token_ids(config: Any, model: Any, tokenizer: Any) -> frozenset[int]:
     """Of the generation_config, else of the model's config, else of the tokenizer."""
     for source in (config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+        if ids is None:
+            continue
+        try:
+            return frozenset(_END_IDS.of("eos_token_id", ids))
+        except ConfigError as error:
+            if source is not config:
+                raise
+            raise _error(f"sets eos_token_id={shown(ids)}, but {error}", "eos_token_id") from error
     return frozenset()
 
 
@@ -319,7 +333,7 @@ def _with_defaults(
     min_length = _checked(config, "min_tokens", "min_length", 0)
     min_tokens = default("min_tokens", max(0, min_length - prompt_length))
     defaults = {
-        "temperature": default("temperature", 1.0) if getattr(config, "do_sample", None) else 0.0,
+        "temperature": default("temperature", 1.0) if _samples(config) else 0.0,
         "top_k": default("top_k", 0),
         "top_p": default("top_p", 1.0),
         "min_p": default("min_p", 0.0),
@@ -332,6 +346,14 @@ def _with_defaults(
     }
     unset = {name: v for name, v in defaults.items() if getattr(given, name) in (None, ())}
     return dataclasses.replace(given, **unset)
+
+
+def _samples(config: Any) -> bool:
+    value = getattr(config, "do_sample", None)
+    try:
+        return value is not None and bool(FLAG.of("do_sample", value))
+    except ConfigError as error:
+        raise _error(f"sets do_sample={shown(value)}, but {error}", "do_sample") from error
 
 
 def _checked(config: Any, name: str, field: str, neutral: Any) -> Any:
