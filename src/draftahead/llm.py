@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, overload
 from draftahead.backends.cpu.linear import quantize_model
 from draftahead.config import LLMConfig
 from draftahead.core.checks import FUNCTION, choice
-from draftahead.core.detokenizer import byte_tokens, no_text
+from draftahead.core.detokenizer import byte_tokens, decoder_of, no_text
 from draftahead.core.sampling_params import GivenParams, SamplingParams, params_of
 from draftahead.core.stats import Stats
 from draftahead.core.types import Completion, Request, SequenceState, StreamChunk
@@ -123,7 +123,7 @@ class LLM:
         engine = Engine(
             verifier,
             registry.build(config.drafter, context),
-            no_text if self.tokenizer is None else self._decode,
+            no_text if self.tokenizer is None else decoder_of(self.tokenizer),
             frozenset() if self.tokenizer is None else byte_tokens(self.tokenizer),
             exact=config.exact,
             rule=config.rule,
@@ -307,12 +307,6 @@ class LLM:
             return self._inputs.request(prompt, params, namespace=namespace)
         except DraftaheadError as error:
             return error
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        text = self.tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return str(text)
 
     def _completions(
         self, index: int, group: list[SequenceState] | DraftaheadError

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -312,3 +313,16 @@ def test_a_call_from_within_a_step(target: Any) -> None:
     llm = LLM(target, Calls())
     assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 12
     assert calls
+
+
+def test_an_llm_that_is_dropped_is_freed(target: Any) -> None:
+    """At once, without the garbage collector: its KV cache may be large."""
+    llm = LLM(target, "suffix")
+    llm.generate(PROMPTS[0], GREEDY)
+    engine = weakref.ref(llm.engine)
+    gc.disable()
+    try:
+        del llm
+        assert engine() is None
+    finally:
+        gc.enable()

@@ -14,6 +14,17 @@ def no_text(ids: Sequence[int]) -> str:
     return ""
 
 
+def decoder_of(tokenizer: Any) -> Decode:
+    def decode(ids: Sequence[int]) -> str:
+        return str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    return decode
+
+
 def byte_tokens(tokenizer: Any) -> frozenset[int]:
     """Ids of the tokens that stand for single bytes, `<0x00>` to `<0xFF>` (SentencePiece)."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
