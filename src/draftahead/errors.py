@@ -22,6 +22,14 @@ class ModelNotFoundError(DraftaheadError):
     """The model name is no alias, folder, file or reachable hub id."""
 
 
+class DamagedModelError(ModelNotFoundError):
+    """Files of a model are cut short, damaged, or do not fit each other."""
+
+
+class ModelMemoryError(DraftaheadError):
+    """The weights of the model do not fit into memory."""
+
+
 class DownloadError(DraftaheadError):
     """The embedded model could not be fetched, checked or converted."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import pickle
@@ -16,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from draftahead.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from draftahead.loader import hub
@@ -53,32 +53,75 @@ def test_loading_writes_nothing_unless_stderr_is_a_terminal(tiny_folder: Path) -
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_hub_id_is_loaded_from_safetensors_only_without_the_conversion_service(
-    monkeypatch: pytest.MonkeyPatch,
+def put_on_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[list[str]]:
+    """`org/name` is this folder: files are fetched into `cache`. Gives the files of each fetch."""
+    fetched: list[list[str]] = []
+
+    def fetch(source: str, *, revision: Any, allow_patterns: Any, ignore_patterns: Any) -> str:
+        assert (source, revision) == ("org/name", "v2")
+        cache.mkdir(exist_ok=True)
+        names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+        wanted = [n for n in names if any(fnmatch.fnmatch(n, p) for p in allow_patterns)]
+        wanted = [n for n in wanted if not any(fnmatch.fnmatch(n, p) for p in ignore_patterns)]
+        for name in wanted:
+            (cache / name).parent.mkdir(exist_ok=True)
+            shutil.copy(folder / name, cache / name)
+        fetched.append(sorted(wanted))
+        return str(cache)
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    return fetched
+
+
+def test_a_hub_id_is_fetched_small_files_first_and_keeps_its_name(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("DISABLE_SAFETENSORS_CONVERSION", raising=False)
-    asked: dict[str, Any] = {}
+    source = tmp_path / "remote"
+    shutil.copytree(tiny_folder, source)
+    (source / "onnx").mkdir()
+    (source / "onnx" / "model.safetensors").write_text("of another library")
+    (source / "pytorch_model.bin").write_text("pickled")
+    fetched = put_on_hub(source, monkeypatch, tmp_path / "cache")
+    model, tokenizer = hub.load("org/name", revision="v2", device="cpu")
+    own, _ = hub.load(tiny_folder, device="cpu")
+    assert all(map(torch.equal, model.state_dict().values(), own.state_dict().values()))
+    assert model.name_or_path == model.config.name_or_path == "org/name"
+    assert tokenizer("w5 w7").input_ids == [5, 7]
+    small = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert fetched == [small, ["model.safetensors"]]
 
-    def answer(source: Any, **options: Any) -> None:
-        asked.update(options, source=source)
 
-    def refuse(source: Any, **options: Any) -> None:
-        answer(source, **options)
-        asked["service_off"] = os.environ.get("DISABLE_SAFETENSORS_CONVERSION")
-        raise OSError("seen enough")
+def test_shards_of_a_hub_id_are_those_that_its_index_names(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "remote"
+    shutil.copytree(tiny_folder, source)
+    model, _ = hub.load(tiny_folder, device="cpu")
+    (source / "model.safetensors").unlink()
+    model.save_pretrained(source, max_shard_size="4KB")
+    shards = sorted(file.name for file in source.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    (source / "consolidated.safetensors").write_text("the same in the layout of another library")
+    fetched = put_on_hub(source, monkeypatch, tmp_path / "cache")
+    found, _ = hub.load("org/name", revision="v2", device="cpu")
+    assert all(map(torch.equal, found.state_dict().values(), model.state_dict().values()))
+    assert fetched[1:] == [["model.safetensors.index.json"], shards]
 
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", answer)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", answer)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
-    with pytest.raises(ModelNotFoundError, match="seen enough"):
+
+def test_a_hub_id_without_safetensors_is_explained(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "remote"
+    shutil.copytree(tiny_folder, source)
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    fetched = put_on_hub(source, monkeypatch, tmp_path / "cache")
+    with pytest.raises(ModelNotFoundError, match="org/name has no safetensors weights"):
         hub.load("org/name", revision="v2")
-    assert asked["revision"] == "v2"
-    assert asked["source"] == "org/name"
-    assert asked["use_safetensors"] is True
-    assert asked["trust_remote_code"] is False
-    assert asked["local_files_only"] is False
-    assert asked["service_off"] == "1"
-    assert "DISABLE_SAFETENSORS_CONVERSION" not in os.environ
+    assert "pytorch_model.bin" not in [name for names in fetched for name in names]
+    (source / "config.json").unlink()
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(ModelNotFoundError, match=r"org/name is no model .* no config\.json"):
+        hub.load("org/name", revision="v2")
 
 
 class RunsCode:

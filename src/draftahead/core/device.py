@@ -12,7 +12,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -112,7 +113,7 @@ class Device:
 
     def free_memory(self) -> int | None:
         """Bytes free on the device, or None if unknown."""
-        return int(psutil.virtual_memory().available) if self.is_cpu else None
+        return free_host_memory() if self.is_cpu else None
 
     def peak_memory(self) -> int | None:
         """Most bytes allocated so far, or None for a device without memory of its own."""
@@ -273,6 +274,21 @@ def last_of(values: Tensor, rows: Sequence[list[int]]) -> Tensor:
         return values[:, -1]
     last = small_tensor([len(row) - 1 for row in rows], torch.int64, values.device)
     return values[torch.arange(len(rows), device=values.device), last]
+
+
+CGROUP = Path("/sys/fs/cgroup")  # as a container sees its own
+
+
+def free_host_memory() -> int:
+    """Bytes that this process can get: of the machine, or of the container if that has fewer."""
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no such limit
+        limit = int((CGROUP / "memory.max").read_text("ascii"))
+        used = int((CGROUP / "memory.current").read_text("ascii"))
+        counts = dict(map(str.split, (CGROUP / "memory.stat").read_text("ascii").splitlines()))
+        # Pages of files that nothing has used lately are given up first.
+        free = min(free, limit - used + int(counts.get("inactive_file", 0)))
+    return free
 
 
 def gpu_count() -> int:

@@ -14,7 +14,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     from transformers import GenerationConfig
 
     with quiet_transformers():
-        model = load_gguf_model(gguf, torch.float32)
+        model, _ = load_gguf_model(gguf, torch.float32)
         tokenizer = smollm_tokenizer(gguf)
         # All fields are written, so that defaults of other versions do not change generation.
         model.generation_config = GenerationConfig(
@@ -27,15 +27,18 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         tokenizer.save_pretrained(target)
 
 
-def load_gguf_model(gguf: Path, dtype: Any) -> Any:
-    """A GGUF file's model with dequantized weights, which can be used and saved like any other."""
+def load_gguf_model(gguf: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
+    """A GGUF file's model with dequantized weights, which can be used and saved like any other; and
+    what transformers says about loading it."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
         dtype=dtype,
         local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the info, with their names
         # By default transformers keeps the weights quantized where it has a kernel for them.
         quantization_config=GgufConfig(dequantize=True),
     )
@@ -45,7 +48,7 @@ def load_gguf_model(gguf: Path, dtype: Any) -> Any:
     for name, owner in leftovers.items():
         if name in vars(owner):
             delattr(owner, name)
-    return model
+    return model, info
 
 
 def smollm_tokenizer(gguf: Path) -> Any:

@@ -6,7 +6,6 @@ Weights are read from safetensors or GGUF only: pickled files can run code when 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 import threading
@@ -24,19 +23,46 @@ from safetensors import SafetensorError
 from draftahead.core.device import default_device, device_of, gpu_count
 from draftahead.errors import (
     ConfigError,
+    DamagedModelError,
     DraftaheadError,
+    ModelMemoryError,
     ModelNotFoundError,
     UnsupportedModelError,
     nearest,
 )
 from draftahead.loader.embedded import ALIASES, ensure
 from draftahead.loader.gguf import load_gguf_model
+from draftahead.loader.preflight import (
+    check_counts,
+    check_gguf_layers,
+    check_loaded,
+    check_shapes,
+    check_size,
+)
 from draftahead.loader.progress import ProgressCallback, no_progress, quiet_transformers
+from draftahead.loader.weight_files import (
+    read_json,
+    shards_of,
+    weight_names,
+    weights_in,
+    weights_in_gguf,
+)
 
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+# Of a hub id: fetched before the weights.
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+# Files in folders of a hub id: exports for other libraries. Chat templates have a folder, too.
+NOT_OF_THE_MODEL = [f"*/*{suffix}" for suffix in (".json", ".txt", ".model", ".safetensors")]
+# Transformers ignores some of these if they are damaged.
+JSON_OBJECTS = (
+    *("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
+    "added_tokens.json",
+)
+# A vocabulary, whatever the tokenizer's class.
+TOKENIZER_FILE = re.compile(r"(tokenizer|tekken|vocab.*)\.json|vocab.*\.txt|.*\.(model|tiktoken)")
 PICKLED_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
 # transformers changes torch's default dtype, its own verbosity and the environment while it loads.
 _loading = threading.RLock()
@@ -69,17 +95,15 @@ def load(
             raise ConfigError(f"revision is for models of a hub (org/name); {model} is none")
         progress(f"loading {model}")
         log.info("loading %s from %s: dtype %s, device %s", model, source, dtype, device)
-        # transformers' own progress bars are shown for downloads from the hub only.
+        # Progress bars are shown for downloads from the hub only.
         is_download = isinstance(source, str) and sys.stderr.isatty()
         quiet: AbstractContextManager[None] = nullcontext() if is_download else quiet_transformers()
-        with _loading, quiet, _without_conversion_service():
+        with _loading, quiet:
             if isinstance(source, Path) and source.is_file():
                 network, tokenizer = _load_gguf(source, dtype)
             else:
-                network, tokenizer = _load_pretrained(
-                    source, dtype, revision=revision, trust_remote_code=trust_remote_code
-                )
-    network.to(device).eval().requires_grad_(False)
+                network, tokenizer = _load_folder(source, dtype, revision, trust_remote_code)
+        network.to(device).eval().requires_grad_(False)
     if model in ALIASES:
         network.draftahead_alias = str(model)  # by which files that the package ships are found
     return network, tokenizer
@@ -147,29 +171,100 @@ def _check_folder(folder: Path) -> None:
     raise ModelNotFoundError(f"{folder} has no weights: no .safetensors file is in it")
 
 
-def _load_pretrained(
-    source: Path | str, dtype: str | torch.dtype, **options: Any
+def _load_folder(
+    source: Path | str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool
 ) -> tuple[Any, Any]:
-    options["local_files_only"] = isinstance(source, Path)
+    """A model and its tokenizer from a folder or a hub id. A hub's files are fetched and then read
+    like those of a folder, so that what was checked is what is loaded."""
+    hub_id = source if isinstance(source, str) else None
+    folder = Path(source) if hub_id is None else _fetch(hub_id, revision, SMALL_FILES)
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"{source} is no model of transformers: it has no config.json")
+    options = {
+        "trust_remote_code": trust_remote_code,
+        # Code may lie in another repository.
+        "local_files_only": hub_id is None or not trust_remote_code,
+    }
     # Small files first: what is missing or not supported shows before a long download.
-    config = transformers.AutoConfig.from_pretrained(source, **options)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-    network = transformers.AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, use_safetensors=True, **options
+    for name in JSON_OBJECTS:
+        if (folder / name).is_file():
+            read_json(folder / name, dict)
+    stated = read_json(folder / "config.json", dict)
+    check_counts(source, stated)
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    tokenizer = _tokenizer_of(folder, options)
+    if hub_id is not None:
+        _fetch_weights(hub_id, revision, folder, stated)
+    held = weights_in(folder, stated)
+    check_counts(source, stated, held)
+    check_size(source, config, held, dtype, trust_remote_code=trust_remote_code)
+    network, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the info, with their names
+        **options,
     )
+    check_loaded(source, network, info)
+    if hub_id is not None:
+        network.name_or_path = network.config.name_or_path = hub_id
     return network, tokenizer
 
 
-def _load_gguf(path: Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
-    network = load_gguf_model(path, dtype)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        path.parent, gguf_file=path.name, local_files_only=True
+def _fetch(source: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The folder of a hub's files in the cache, with those that match."""
+    return Path(
+        snapshot_download(
+            source,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=NOT_OF_THE_MODEL,
+        )
     )
+
+
+def _fetch_weights(source: str, revision: str | None, folder: Path, config: dict[str, Any]) -> None:
+    names = weight_names(config)
+    _fetch(source, revision, names)
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        raise ModelNotFoundError(f"{source} {HOW_TO_CONVERT}")
+    if found.suffix == ".json":
+        _fetch(source, revision, shards_of(found))
+
+
+def _tokenizer_of(folder: Path, options: dict[str, Any]) -> Any:
+    """None for a folder without the files of one: of some classes, transformers would make an empty
+    one."""
+    stated = folder / "tokenizer_config.json"
+    has_code = stated.is_file() and "auto_map" in read_json(stated, dict)
+    if not has_code and not any(TOKENIZER_FILE.fullmatch(file.name) for file in folder.iterdir()):
+        log.warning("%s has no tokenizer: it takes token ids, and no text", folder)
+        return None
+    with _clear_errors(f"the tokenizer in {folder}"):
+        return transformers.AutoTokenizer.from_pretrained(folder, **options)
+
+
+def _load_gguf(path: Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
+    held, metadata = weights_in_gguf(path)
+    check_counts(path, metadata, held)
+    check_gguf_layers(path, metadata, held)
+    options = {"gguf_file": path.name, "local_files_only": True}
+    config = transformers.AutoConfig.from_pretrained(path.parent, **options)
+    shapes = check_size(path, config, held, dtype, trust_remote_code=False)
+    network, info = load_gguf_model(path, dtype)
+    check_loaded(path, network, info)
+    check_shapes(path, network, shapes)
+    with _clear_errors(f"the tokenizer in {path}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
     # Some versions of transformers leave these at defaults that are not the file's own.
     for role in ("bos", "eos", "pad"):
         token_id = getattr(network.config, f"{role}_token_id", None)
         if isinstance(token_id, int):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
+    network.name_or_path = network.config.name_or_path = str(path)
     return network, tokenizer
 
 
@@ -188,37 +283,28 @@ def files_of(source: str | Path, patterns: Sequence[str]) -> Path:
 
 
 @contextmanager
-def _without_conversion_service() -> Iterator[None]:
-    """Stops transformers from asking a web service to convert a repository of pickled weights: it
-    would send the repository's name and the user's token there, and load what comes back."""
-    name = "DISABLE_SAFETENSORS_CONVERSION"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
-
-
-@contextmanager
 def _clear_errors(model: str | Path) -> Iterator[None]:
-    """Turns what transformers raises for a model that it cannot load into one clear line."""
+    """Turns what is raised for a model that cannot be loaded into one clear line. Files may say
+    anything, so transformers, tokenizers and torch may raise anything."""
     try:
         yield
-    except DraftaheadError:
+    except (DraftaheadError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except SafetensorError as error:
-        raise ModelNotFoundError(
+        raise DamagedModelError(
             f"the weights of {model} are damaged ({_first_line(error)}); download them again"
         ) from error
     except OSError as error:
         raise ModelNotFoundError(_explain_missing(str(model), error)) from error
-    except (ValueError, LookupError, ImportError, AttributeError, TypeError) as error:
-        reason = _first_line(error)
+    except BaseException as error:  # a panic of a library in Rust is no Exception
         if "trust_remote_code" in str(error):
             reason = "it needs code of its own; allow that with trust_remote_code if you trust it"
+        elif isinstance(error, MemoryError):
+            raise ModelMemoryError(f"there is not enough memory to load {model}") from error
+        elif type(error) in (ValueError, ImportError, RuntimeError, Exception):
+            reason = _first_line(error)
+        else:  # the text of others says too little
+            reason = f"damaged or not supported ({type(error).__name__}: {_first_line(error)})"
         raise UnsupportedModelError(f"cannot load {model}: {reason}") from error
 
 
@@ -241,6 +327,4 @@ def _explain_missing(model: str, error: OSError) -> str:
             case hub_errors.LocalEntryNotFoundError() | hub_errors.OfflineModeIsEnabled():
                 advice = "the hub cannot be reached (check the network and HF_HUB_OFFLINE)"
                 return f"{not_local} in the hub cache, and {advice}{known}"
-    if "use_safetensors" in str(error):
-        return f"{model} {HOW_TO_CONVERT}"
     return f"cannot load {model}: {_first_line(error)}"
