@@ -67,13 +67,14 @@ def _rope(config: Any) -> list[dict[str, Any]]:
 
 # Tokens of a slot by default; more memory must be requested with max_context.
 DEFAULT_CONTEXT = 8192
+MAX_CONTEXT = 2**31  # positions are exact up to here, whatever a configuration says
 
 
 def context_limit(model: Any) -> int:
     """How many positions the model has. Dynamic RoPE is limited to its original length: beyond it
     its frequencies depend on the longest sequence of the batch, drafts included."""
     limit = int(getattr(text_config(model), "max_position_embeddings", None) or 0)
-    return limit if limit > 0 else DEFAULT_CONTEXT
+    return min(limit, MAX_CONTEXT) if limit > 0 else DEFAULT_CONTEXT
 
 
 def resolve_max_context(limit: int, wanted: int | None) -> int:

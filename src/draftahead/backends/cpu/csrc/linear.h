@@ -41,8 +41,10 @@ void quantize_token(const float* x, int64_t in, int64_t group_size, int8_t* quan
     scales[g] = largest / 127.0f + sum_lanes(not_finite);
     i32x16 total = {};
     for (int64_t i = 0; i < group_size; i += 16) {
-      f32x16 rounded = load(x + i) * inverse + ROUND_TO_INTEGER;
-      i32x16 value = __builtin_convertvector(rounded - ROUND_TO_INTEGER, i32x16);
+      f32x16 rounded = load(x + i) * inverse + ROUND_TO_INTEGER - ROUND_TO_INTEGER;
+      // 0 for what is not finite: C++ does not define its conversion.
+      rounded = (rounded < 0.0f ? -rounded : rounded) <= 127.0f ? rounded : f32x16{};
+      i32x16 value = __builtin_convertvector(rounded, i32x16);
       *reinterpret_cast<i8x16_unaligned*>(quantized + i) =
           __builtin_convertvector(value, i8x16_unaligned);
       total += value;
