@@ -9,6 +9,7 @@ LONGEST seconds of the CPU ends the process.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -45,6 +46,8 @@ def outcome(path: Path) -> str:
 
 
 def main(root: Path) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the tokenizers library prints as well
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     cases = Cases(root / "sound")
@@ -55,7 +58,7 @@ def main(root: Path) -> None:
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
     limit = pages * resource.getpagesize() + MORE_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    print("ready", flush=True)
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         folder = root / "damaged"
         folder.mkdir()
@@ -65,7 +68,7 @@ def main(root: Path) -> None:
         found = outcome(path)
         seconds = time.process_time() - before
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps([int(line), seconds, found]), flush=True)
+        print(json.dumps([int(line), seconds, found]), file=answers, flush=True)
         shutil.rmtree(folder)
 
 
