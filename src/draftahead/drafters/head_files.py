@@ -7,7 +7,8 @@ Each drafter's `io.py` has `load(source, model)`, which returns a head for this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftahead.backends.cpu.linear import Int8Linear
-from draftahead.errors import ConfigError, ModelNotFoundError
+from draftahead.errors import ConfigError, DraftaheadError, ModelNotFoundError
 from draftahead.loader import hub
+from draftahead.loader.weight_files import some
 
 CONFIG = "config.json"
 
@@ -45,7 +47,7 @@ def config_beside(weights: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise ConfigError(f"cannot read {file}: {problem}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} must hold a JSON object")
@@ -79,19 +81,39 @@ def check_tokens(tokens: Tensor, vocab_size: int, name: str) -> None:
         raise ConfigError(f"{name} points outside the target's vocabulary of {vocab_size}")
 
 
-def fill(
-    targets: dict[str, Tensor], tensors: dict[str, Tensor], file: Path, *, what: str, by: str
+@contextmanager
+def config_refused_clearly(folder: Path, what: str) -> Iterator[None]:
+    """For reading a config.json, whose values may be anything."""
+    try:
+        yield
+    except DraftaheadError:
+        raise
+    except Exception as problem:
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise ConfigError(f"{folder}/config.json describes no {what} ({reason})") from problem
+
+
+def check_fits(
+    targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], file: Path, *, what: str, by: str
 ) -> None:
-    """Copies tensors of a file into those of a head with the same names and shapes. `what`, `by`:
-    the kind of head, and the source of its shapes, for the errors."""
+    """Refuses tensors of a file that are not those of a head, by name and shape. `what`, `by`: the
+    kind of head, and the source of its shapes, for the errors."""
     if missing := sorted(targets.keys() - tensors.keys()):
-        raise ConfigError(f"{file} is incomplete: it lacks {missing[0]}")
+        raise ConfigError(f"{file} is incomplete: it lacks {some(missing)}")
     if extra := sorted(tensors.keys() - targets.keys()):
-        raise ConfigError(f"{file} holds {extra[0]}, which no supported {what} has")
+        raise ConfigError(f"{file} holds {some(extra)}, which no supported {what} has")
     for name, target in targets.items():
         shapes = list(tensors[name].shape), list(target.shape)
         if shapes[0] != shapes[1]:
             raise ConfigError(f"{file}: {name} is {shapes[0]} and {by} should be {shapes[1]}")
+
+
+def fill(
+    targets: dict[str, Tensor], tensors: dict[str, Tensor], file: Path, *, what: str, by: str
+) -> None:
+    """Copies tensors of a file into those of a head, which must be the same ones."""
+    check_fits(targets, tensors, file, what=what, by=by)
+    for name, target in targets.items():
         target.copy_(tensors[name].detach())
 
 

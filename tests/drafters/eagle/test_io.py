@@ -230,6 +230,26 @@ BAD: dict[str, tuple[Change, type[DraftaheadError], str]] = {
         ConfigError,
         "does not describe an EAGLE-3 head",
     ),
+    "a size of another type": (
+        in_config(draft_vocab_size=[48]),
+        ConfigError,
+        "describes no EAGLE-3 head",
+    ),
+    "100,000 layers": (
+        in_layer_config(num_hidden_layers=100_000),
+        ConfigError,
+        "holds fewer layers than its config.json counts",
+    ),
+    "a size that takes petabytes": (
+        in_layer_config(intermediate_size=2**45),
+        ConfigError,
+        "mlp.gate_proj.weight is .* and by config.json should be .35184372088832, 32",
+    ),
+    "a size that no tensor has": (
+        in_layer_config(intermediate_size=2**61),
+        ConfigError,
+        "describes no EAGLE-3 head",
+    ),
     "the last hidden state alone": (
         in_config(eagle_config={"use_aux_hidden_state": False}),
         ConfigError,

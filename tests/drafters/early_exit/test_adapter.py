@@ -137,6 +137,11 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         config_with(rank=7),
         r"down.weight is \[4, 32\] and by its config should be \[7, 32\]",
     ),
+    "a rank that takes petabytes": (
+        config_with(rank=2**45),
+        r"down.weight is \[4, 32\] and by its config should be \[35184372088832, 32\]",
+    ),
+    "a rank that no tensor has": (config_with(rank=2**61), NO_ADAPTER),
     "foreign tokens": (foreign_tokens, "outside the target's vocabulary of 97"),
 }
 

@@ -192,6 +192,8 @@ def test_files_that_hold_no_heads_for_the_target_are_refused(tmp_path: Path, tar
     refused(wide, "whose hidden size is 32, should be")
     refused({k: v for k, v in published().items() if k != "1.0.linear.weight"}, "incomplete")
     refused({k: v for k, v in published().items() if k != "1.1.weight"}, "2 lm_heads")
+    many = with_tensor("99999999.0.linear.weight", torch.ones(HIDDEN, HIDDEN))
+    refused(many, "numbers 100000000 heads of 1 layers, and holds")
     others = {f"{h}.1.weight": torch.ones(999, HIDDEN) for h in range(HEADS)}
     refused({**published(), **others}, "999 tokens, and the target has 97")
     outside = {**published(lm_heads=False), "token_map": torch.tensor([5, 97])}

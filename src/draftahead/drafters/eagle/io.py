@@ -19,8 +19,10 @@ from draftahead.backends.cpu.linear import output_subset
 from draftahead.drafters.eagle import screening
 from draftahead.drafters.eagle.head import EagleConfig, EagleHead
 from draftahead.drafters.head_files import (
+    check_fits,
     check_tokens,
     config_beside,
+    config_refused_clearly,
     dequantized_state,
     fill,
     find_weights,
@@ -57,7 +59,8 @@ def load(source: str | Path, model: Any) -> EagleHead:
     """A head from a folder, a file or a hub id, for a target: in its dtype and on its device."""
     file = find_weights(source, WEIGHTS, extras=[screening.FILE])
     folder = file.parent
-    config = _read_config(folder, config_beside(file), model)
+    with config_refused_clearly(folder, "EAGLE-3 head"):
+        config = _read_config(folder, config_beside(file), model)
     check_target(config, model, str(folder))
     tensors = tensors_in(file, lambda names: [n for n in names if not n.startswith(IGNORED)])
     weights = {  # by the names of the head's modules
@@ -65,8 +68,17 @@ def load(source: str | Path, model: Any) -> EagleHead:
         for name, tensor in tensors.items()
     }
     weights["draft_to_target"] = _draft_to_target(weights.pop("d2t", None), config, folder)
-    head = EagleHead(config, own_embedding="embed_tokens.weight" in weights)
+    own_embedding = "embed_tokens.weight" in weights
     shares_lm_head = "lm_head.weight" not in weights
+    if config.layer.num_hidden_layers > len(weights):
+        raise ConfigError(f"{folder} holds fewer layers than its config.json counts")
+    # Nothing is allocated by a configuration that does not fit.
+    with config_refused_clearly(folder, "EAGLE-3 head"), torch.device("meta"):
+        head = EagleHead(config, own_embedding=own_embedding)
+    if shares_lm_head:
+        weights["lm_head.weight"] = head.lm_head.weight
+    check_fits(head.state_dict(), weights, folder, what="EAGLE-3 head", by="by config.json")
+    head = EagleHead(config, own_embedding=own_embedding)
     if shares_lm_head:
         weights["lm_head.weight"] = head.lm_head.weight
     fill(head.state_dict(), weights, folder, what="EAGLE-3 head", by="by config.json")

@@ -6,10 +6,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftahead.drafters.early_exit.adapter import ExitAdapter, ExitConfig
 from draftahead.drafters.head_files import (
+    check_fits,
     check_tokens,
     config_beside,
+    config_refused_clearly,
     fill,
     find_weights,
     tensors_in,
@@ -26,11 +30,14 @@ def load(source: str | Path, model: Any) -> ExitAdapter:
     """An adapter from a folder, a file or a hub id, for a target: in its dtype and on its
     device."""
     file = find_weights(source, [WEIGHTS])
-    adapter = ExitAdapter(_read_config(file))
-    _check_target(adapter.config, model, file.parent)
-    fill(
-        adapter.state_dict(), tensors_in(file, list), file, what="exit adapter", by="by its config"
-    )
+    config = _read_config(file)
+    _check_target(config, model, file.parent)
+    tensors, words = tensors_in(file, list), {"what": "exit adapter", "by": "by its config"}
+    # Nothing is allocated by a configuration that does not fit.
+    with config_refused_clearly(file.parent, "exit adapter"), torch.device("meta"):
+        check_fits(ExitAdapter(config).state_dict(), tensors, file, **words)
+    adapter = ExitAdapter(config)
+    fill(adapter.state_dict(), tensors, file, **words)
     if (draft_to_target := adapter.draft_to_target) is not None:
         check_tokens(draft_to_target, adapter.config.vocab_size, f"{file}: draft_to_target")
     return adapter.to(model.device, model.dtype).eval().requires_grad_(False)

@@ -82,6 +82,11 @@ def _empty_heads(tensors: dict[str, Tensor], file: Path, model: Any) -> MedusaHe
         raise ConfigError(f"{file} holds no Medusa heads")
     num_heads = 1 + max(int(parts[0]) for parts in indices)
     num_layers = 1 + max(int(parts[1]) for parts in indices)
+    if num_heads * num_layers > len(tensors):  # each has a tensor
+        raise ConfigError(
+            f"{file} is incomplete: it numbers {num_heads} heads of {num_layers} layers, and holds "
+            f"{len(tensors)} tensors"
+        )
     draft_to_target, vocab_size = tensors.get("token_map"), int(text_config(model).vocab_size)
     if draft_to_target is not None:
         check_tokens(draft_to_target, vocab_size, f"{file}: token_map")
