@@ -96,7 +96,8 @@ class LLMConfig(Parameters):
     model: an alias (`smollm2`), a hub id, a folder, a .gguf file, or a loaded PreTrainedModel.
     drafter: a name, a configuration with vLLM's `speculative_config` keys, or a Drafter; None
         drafts nothing.
-    tokenizer: one of transformers, or its name or path. A model loaded by name brings its own.
+    tokenizer: one of transformers, or its name or path. A model that is loaded by name, or that
+        knows the name by which it was, brings its own. Without one, prompts are token ids.
     exact: "distribution" keeps the target's distribution; "replay" also makes the tokens a function
         of seed and prompt alone, bit for bit the same for every drafter and in every batch.
     rule: how sampled drafts are accepted, "block" or "token"; both are exact.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 from draftahead.backends.cpu.linear import quantize_model
@@ -78,9 +79,14 @@ class LLM:
     def _load(self, config: LLMConfig, report: ProgressCallback) -> None:
         self._loader = Loader(config, FUNCTION.of("report", report))
         self.model, self.tokenizer = config.model, config.tokenizer
+        trusted = config.trust_remote_code
+        if isinstance(self.tokenizer, str | Path):
+            self.tokenizer = hub.load_tokenizer(self.tokenizer, trust_remote_code=trusted)
         if config.is_named:
             self.model, tokenizer = self._loader(str(config.model))
-            self.tokenizer = config.tokenizer or tokenizer
+            self.tokenizer = tokenizer if self.tokenizer is None else self.tokenizer
+        elif self.tokenizer is None:
+            self.tokenizer = hub.tokenizer_of(self.model, trust_remote_code=trusted)
         self._build(config, report)
 
     def with_drafter(

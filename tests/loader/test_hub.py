@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import pickle
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from a_hub import put_on_hub
 from draftahead.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from draftahead.loader import hub
 
@@ -51,26 +51,6 @@ def test_loading_writes_nothing_unless_stderr_is_a_terminal(tiny_folder: Path) -
         timeout=120,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def put_on_hub(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[list[str]]:
-    """`org/name` is this folder: files are fetched into `cache`. Gives the files of each fetch."""
-    fetched: list[list[str]] = []
-
-    def fetch(source: str, *, revision: Any, allow_patterns: Any, ignore_patterns: Any) -> str:
-        assert (source, revision) == ("org/name", "v2")
-        cache.mkdir(exist_ok=True)
-        names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-        wanted = [n for n in names if any(fnmatch.fnmatch(n, p) for p in allow_patterns)]
-        wanted = [n for n in wanted if not any(fnmatch.fnmatch(n, p) for p in ignore_patterns)]
-        for name in wanted:
-            (cache / name).parent.mkdir(exist_ok=True)
-            shutil.copy(folder / name, cache / name)
-        fetched.append(sorted(wanted))
-        return str(cache)
-
-    monkeypatch.setattr(hub, "snapshot_download", fetch)
-    return fetched
 
 
 def test_a_hub_id_is_fetched_small_files_first_and_keeps_its_name(

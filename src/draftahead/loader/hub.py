@@ -135,7 +135,6 @@ def _find(model: str | Path, progress: ProgressCallback) -> Path | str:
         return ensure(ALIASES[model], progress)
     path = _expanded(model)
     if model and path.is_dir():
-        _check_folder(path)
         return path
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -178,6 +177,8 @@ def _load_folder(
     like those of a folder, so that what was checked is what is loaded."""
     hub_id = source if isinstance(source, str) else None
     folder = Path(source) if hub_id is None else _fetch(hub_id, revision, SMALL_FILES)
+    if hub_id is None:
+        _check_folder(folder)
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"{source} is no model of transformers: it has no config.json")
     options = {
@@ -213,7 +214,9 @@ def _load_folder(
     return network, tokenizer
 
 
-def _fetch(source: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def _fetch(
+    source: str, revision: str | None, patterns: Sequence[str], *, only_cached: bool = False
+) -> Path:
     """The folder of a hub's files in the cache, with those that match."""
     return Path(
         snapshot_download(
@@ -221,6 +224,7 @@ def _fetch(source: str, revision: str | None, patterns: Sequence[str]) -> Path:
             revision=revision,
             allow_patterns=list(patterns),
             ignore_patterns=NOT_OF_THE_MODEL,
+            local_files_only=only_cached,
         )
     )
 
@@ -251,21 +255,79 @@ def _load_gguf(path: Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
     held, metadata = weights_in_gguf(path)
     check_counts(path, metadata, held)
     check_gguf_layers(path, metadata, held)
-    options = {"gguf_file": path.name, "local_files_only": True}
-    config = transformers.AutoConfig.from_pretrained(path.parent, **options)
+    config = _gguf_config(path)
     shapes = check_size(path, config, held, dtype, trust_remote_code=False)
     network, info = load_gguf_model(path, dtype)
     check_loaded(path, network, info)
     check_shapes(path, network, shapes)
-    with _clear_errors(f"the tokenizer in {path}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
-    # Some versions of transformers leave these at defaults that are not the file's own.
-    for role in ("bos", "eos", "pad"):
-        token_id = getattr(network.config, f"{role}_token_id", None)
-        if isinstance(token_id, int):
-            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
     network.name_or_path = network.config.name_or_path = str(path)
-    return network, tokenizer
+    return network, _gguf_tokenizer(path, network.config)
+
+
+def _gguf_config(path: Path) -> Any:
+    return transformers.AutoConfig.from_pretrained(
+        path.parent, gguf_file=path.name, local_files_only=True
+    )
+
+
+def _gguf_tokenizer(path: Path, config: Any) -> Any:
+    with _clear_errors(f"the tokenizer in {path}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True
+        )
+        # Some versions of transformers leave these at defaults that are not the file's own.
+        for role in ("bos", "eos", "pad"):
+            token_id = getattr(config, f"{role}_token_id", None)
+            if isinstance(token_id, int):
+                setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
+    return tokenizer
+
+
+# ------------------------------------------------------------------------------- tokenizers alone
+
+
+def load_tokenizer(
+    name: str | Path, *, trust_remote_code: bool = False, only_cached: str | bool = False
+) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of a model, which is named as for `load`; its weights need not be there.
+    `only_cached`: asks no hub for it; a string is the commit in the cache."""
+    with _clear_errors(name), quiet_transformers():
+        source = _find(name, no_progress)
+        if isinstance(source, Path) and source.is_file():
+            _, metadata = weights_in_gguf(source)
+            check_counts(source, metadata)
+            return _gguf_tokenizer(source, _gguf_config(source))
+        if isinstance(source, Path):
+            folder = source
+        else:
+            revision = only_cached if isinstance(only_cached, str) else None
+            folder = _fetch(source, revision, SMALL_FILES, only_cached=bool(only_cached))
+        has_code = trust_remote_code and not only_cached
+        options = {"trust_remote_code": trust_remote_code, "local_files_only": not has_code}
+        tokenizer = _tokenizer_of(folder, options)
+    if tokenizer is None:
+        raise ModelNotFoundError(f"{name} has no tokenizer: its files are not there")
+    return tokenizer
+
+
+def tokenizer_of(
+    model: Any, *, trust_remote_code: bool = False
+) -> transformers.PreTrainedTokenizerBase | None:
+    """The tokenizer beside the files that a loaded model came from, as far as it knows them and
+    they are on this machine."""
+    name = getattr(model, "name_or_path", None) or getattr(model.config, "name_or_path", None)
+    if not name or not isinstance(name, str | Path):
+        return None
+    commit = getattr(model.config, "_commit_hash", None)
+    try:
+        return load_tokenizer(
+            name,
+            trust_remote_code=trust_remote_code,
+            only_cached=commit if isinstance(commit, str) else True,
+        )
+    except DraftaheadError as problem:
+        log.info("the model takes token ids only: %s", problem)
+        return None
 
 
 def files_of(source: str | Path, patterns: Sequence[str]) -> Path:

@@ -100,6 +100,7 @@ def test_the_tests_of_the_kernels_pass_with_sanitizers(sanitized: dict[str, str]
         *(heads / f"test_{name}.py" for name in ("cpu_trees", "screening")),
     ]
     quiet = ["-q", "-s", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov"]
+    quiet += ["-k", "not restored_after_generating"]  # of drafters that mostly run by torch
     done = run(["-m", "pytest", *quiet, *map(str, files)], sanitized)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert " passed" in done.stdout
