@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftahead.loader import hub
+from draftahead.loader import sources
 
 
 def put_on_hub(
@@ -37,5 +37,5 @@ def put_on_hub(
         fetched.append(sorted(wanted))
         return str(cache)
 
-    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(sources, "snapshot_download", fetch)
     return fetched

@@ -10,7 +10,7 @@ import huggingface_hub.errors
 import pytest
 
 from draftahead.errors import DraftaheadError, ModelNotFoundError
-from draftahead.loader import hub
+from draftahead.loader import hub, sources
 
 
 def test_an_unknown_name_suggests_the_nearest_alias_and_says_where_it_looked(
@@ -40,7 +40,7 @@ def forbid_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise AssertionError("went on to the hub")
 
-    monkeypatch.setattr(hub, "snapshot_download", fail)
+    monkeypatch.setattr(sources, "snapshot_download", fail)
 
 
 def test_a_path_is_never_a_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_each_error_of_the_hub_is_explained(
     def fail(*arguments: Any, **options: Any) -> None:
         raise failure()
 
-    monkeypatch.setattr(hub, "snapshot_download", fail)
+    monkeypatch.setattr(sources, "snapshot_download", fail)
     with pytest.raises(ModelNotFoundError, match=message) as caught:
         hub.load("org/name")
     assert "\n" not in str(caught.value)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from draftahead.backends.cpu.linear import Int8Linear
 from draftahead.errors import ConfigError, DraftaheadError, ModelNotFoundError
-from draftahead.loader import hub
+from draftahead.loader import sources
 from draftahead.loader.weight_files import some
 
 CONFIG = "config.json"
@@ -31,7 +31,7 @@ CONFIG = "config.json"
 def find_weights(source: str | Path, names: Sequence[str], extras: Sequence[str] = ()) -> Path:
     """The file of weights in a folder or of a hub id: the first of `names` that exists. `extras`:
     further files to fetch from a hub."""
-    path = hub.files_of(source, [CONFIG, *names, *extras])
+    path = sources.files_of(source, [CONFIG, *names, *extras])
     if path.is_file():
         return path
     for name in names:
