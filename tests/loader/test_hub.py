@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from a_hub import put_on_hub
 from draftahead.errors import ConfigError, ModelNotFoundError, UnsupportedModelError

@@ -61,7 +61,7 @@ def check_drafter(config: Mapping[str, Any]) -> None:
 
 def check_source(source: str, what: str) -> None:
     """Refuses what can be no model and no head: neither a path that exists, nor a hub id."""
-    from draftahead.loader.hub import HUB_ID
+    from draftahead.loader.sources import HUB_ID
 
     path = Path(source).expanduser()
     if source not in ALIASES and not path.exists() and not HUB_ID.fullmatch(source):
