@@ -17,6 +17,7 @@ from draftahead.core.stats import Stats
 from draftahead.core.types import Completion, Request, SequenceState, StreamChunk
 from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter, DrafterContext
+from draftahead.drafters.none import NoDrafter
 from draftahead.engine.engine import Engine
 from draftahead.engine.shared import SharedEngine
 from draftahead.errors import ConfigError, DraftaheadError
@@ -126,9 +127,12 @@ class LLM:
         follow_model = config.generation_config is not None
         self._inputs = Inputs(self.model, self.tokenizer, verifier.runner, follow_model)
         self._token_texts = TokenTexts(self.tokenizer)
+        drafter = registry.build(config.drafter, context)
+        if config.lossless and not isinstance(drafter, NoDrafter):
+            verifier.require_independent_rows()
         engine = Engine(
             verifier,
-            registry.build(config.drafter, context),
+            drafter,
             no_text if self.tokenizer is None else decoder_of(self.tokenizer),
             frozenset() if self.tokenizer is None else byte_tokens(self.tokenizer),
             exact=config.exact,

@@ -259,13 +259,17 @@ def test_graphs_of_prompts_go_with_the_backend() -> None:
         assert runner._backend is None and runner._prefill is None
 
 
-def test_where_transformers_runs_a_model_no_backend_is_chosen_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_transformers_runs_is_bound_anew_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old KV entries are another model's; and a backend may support the model as it is now."""
     runner = made()
-    monkeypatch.setattr(runner, "_choose_backend", lambda slot: pytest.fail("chosen again"))
+    chosen = list[int]()
+    monkeypatch.setattr(runner, "_choose_backend", chosen.append)
+    runner.cache.tokens_in[2] = [1, 2, 3]
+    runner.prefill(0, text(3))
+    assert not chosen and runner.cache.tokens_in[2] == [1, 2, 3]
     runner.model.lm_head.weight = torch.nn.Parameter(runner.model.lm_head.weight.clone())
     runner.prefill(0, text(3))
+    assert chosen == [0] and runner.cache.tokens_in[2] == []
 
 
 def test_several_prompts_notice_a_changed_model_too(monkeypatch: pytest.MonkeyPatch) -> None:

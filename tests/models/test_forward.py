@@ -254,14 +254,19 @@ def test_a_model_is_refused_before_it_is_run() -> None:
 def test_a_model_that_does_not_use_our_cache_is_refused() -> None:
     model = zoo.tiny("llama")
 
-    def broken(**_: Any) -> Any:
-        raise TypeError("past_key_values")
+    def broken(past_key_values: Any = None, **_: Any) -> Any:
+        if past_key_values is not None:
+            raise TypeError("past_key_values")
+
+    def broken_by_itself(**_: Any) -> Any:
+        raise TypeError("broken")
 
     def without_cache(input_ids: Tensor, **_: Any) -> Any:
         return SimpleNamespace(logits=torch.zeros(*input_ids.shape, zoo.VOCABULARY))
 
     for forward, reason in (
         (broken, "does not run with a cache that can be rolled back .past_key_values."),
+        (broken_by_itself, "does not run, without a cache either: broken"),
         (without_cache, "stores no keys in the cache it is given"),
     ):
         model.forward = forward

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from draftahead.backends.base import UnsupportedSpecError, require
-from draftahead.backends.modules import is_patched
 from draftahead.kv.cache import KVCache
 
 # The type must be known too: a model with the same modules may differ at positions that the
@@ -76,8 +75,6 @@ def llama_spec_of(
     _require_children(model, {"model", "lm_head"}, "the model")
     body = model.model
     _require_children(body, {"embed_tokens", "layers", "norm", "rotary_emb"}, "the decoder")
-    patched = [type(module).__name__ for module in model.modules() if is_patched(module)]
-    require(not patched, f"hooks or a patched forward on {', '.join(patched[:3])}")
     _require_uniform_cache(cache)
     layers = [
         _layer_spec(layer, cache, attention_options.get(i, {}))

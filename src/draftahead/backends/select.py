@@ -17,7 +17,7 @@ from draftahead.backends.cpu.decoder import CpuDecoder
 from draftahead.backends.cuda.decoder import CudaDecoder
 from draftahead.backends.cuda.hf_graph import Forward, GraphedForward
 from draftahead.backends.llama_spec import llama_spec_of
-from draftahead.backends.modules import is_patched
+from draftahead.backends.own_code import autocast_of, foreign_code
 from draftahead.core.device import device_of
 from draftahead.kv.cache import KVCache
 
@@ -68,7 +68,8 @@ def select_backend(
         return CudaDecoder(llama_spec_of(model, cache, attention_options), cache)
 
     def cuda_graphs() -> Backend:
-        _require_capturable(model, long_rope_threshold)
+        # A graph does not choose rotary frequencies again.
+        require(long_rope_threshold is None, "rotary frequencies depend on the sequence's length")
         return GraphedForward(model, forward, cache, compiled=compiled)
 
     candidates: dict[str, Callable[[], Backend]] = {CPU_KERNELS: cpu_kernels}
@@ -79,6 +80,7 @@ def select_backend(
     faster: list[str] = []
     for candidate, make in candidates.items():
         try:
+            _require_own_code(model)
             made = make()
             if problem := disagreement(made):
                 raise UnsupportedSpecError(problem)
@@ -92,8 +94,9 @@ def select_backend(
     return backend, choice
 
 
-def _require_capturable(model: Any, long_rope_threshold: int | None) -> None:
-    """A CUDA graph does not run Python again: neither hooks, nor a choice of rotary frequencies."""
-    patched = any(is_patched(module) for module in model.modules())
-    require(not patched, "the model has hooks or a patched forward")
-    require(long_rope_threshold is None, "its rotary frequencies depend on the sequence's length")
+def _require_own_code(model: Any) -> None:
+    """Kernels compute what transformers' own code does, and a CUDA graph does not run Python
+    again: code of the user's would be left out."""
+    foreign = foreign_code(model)
+    require(foreign is None, str(foreign))
+    require(autocast_of(model.device.type) is None, "torch.autocast is on")

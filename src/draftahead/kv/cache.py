@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftahead.core.device import device_of, small_tensor
-from draftahead.errors import CacheMemoryError
+from draftahead.errors import CacheMemoryError, UnsupportedModelError
 
 ALIGNMENT = 64  # bytes: CPU kernels load vectors of this size
 
@@ -70,6 +70,8 @@ class KVCache:
         self.tokens_in: list[list[int]] = [[] for _ in range(num_slots)]
         self.write_count = 0  # changes of entries other than by forwards
         self.long_rope = [False] * num_slots  # which frequencies rotated a slot: see runner.py
+        # Slots whose prompt may have left NaN: no logits that read its entries were seen yet.
+        self.is_unverified = [False] * num_slots
         # Copies entries by a CUDA graph; False if it cannot. Where there is one, KV compaction is
         # deferred until the cache is next read: `_pending` (slot, to) -> from.
         self.graphed_copy: Callable[[Sequence[Move]], bool] | None = None
@@ -178,19 +180,27 @@ class KVCache:
         """Slot `to` holds what slot `source` holds."""
         if source == to:
             return
+        if self.is_unverified[to]:
+            self.clear_slot(to)
         self.write_count += 1
         tokens, self.tokens_in[to] = list(self.tokens_in[source]), []
         for stored in self.tensors():
             stored[:, to, :, : len(tokens)] = stored[:, source, :, : len(tokens)]
         self.tokens_in[to] = tokens
         self.long_rope[to] = self.long_rope[source]
+        self.is_unverified[to] |= self.is_unverified[source]
 
     def clear_slot(self, slot: int) -> None:
         """Zeros a slot whose entries may not be finite: no NaN may stay behind a mask."""
+        self.erase(slot, 0, self.num_entries)
+        self.is_unverified[slot] = False
+
+    def erase(self, slot: int, start: int, end: int) -> None:
+        """Zeros entries of a slot, and forgets the tokens from the first of them on."""
         self.write_count += 1
-        self.tokens_in[slot].clear()
+        del self.tokens_in[slot][start:]
         for stored in self.tensors():
-            stored[:, slot] = 0
+            stored[:, slot, :, start:end] = 0
 
     def swap_slots(self, one: int, other: int) -> None:
         if one == other:
@@ -205,6 +215,8 @@ class KVCache:
             stored[:, one, :, :length] = stored[:, other, :, :length]
             stored[:, other, :, :length] = copy
         rope[one], rope[other] = rope[other], rope[one]
+        unverified = self.is_unverified  # what lies behind the tokens is not swapped
+        unverified[one] = unverified[other] = unverified[one] or unverified[other]
         tokens[one], tokens[other] = swapped
 
 
@@ -273,11 +285,14 @@ class LayerCacheView(_CacheMethods):
         first_slot: int | Tensor,
         entries: Tensor,
         kv_len: int,
-        is_draft: Tensor,
+        is_draft: Tensor | None,
+        overflows: Tensor | None,
     ) -> None:
         self.keys, self.values, self.first_slot, self.kv_len = keys, values, first_slot, kv_len
         self.entries = entries  # [B, N], where the new keys and values go
-        self.is_draft = is_draft  # [N, 1, 1] or [B, N, 1, 1]: nodes that are no context tokens
+        # [N, 1, 1] or [B, N, 1, 1]: nodes that are no context tokens; None: all are.
+        self.is_draft = is_draft
+        self.overflows = overflows  # [B, N]: drafted nodes of which something was not stored
 
     def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Stores new keys and values [B, heads, N, dim]; returns all of them up to kv_len."""
@@ -287,10 +302,12 @@ class LayerCacheView(_CacheMethods):
             (self.values, value.transpose(1, 2)),
         ):
             # A drafted token may overflow in half precision. Its NaN would reach other nodes
-            # through the mask (0 * NaN), so it is not stored; its own logits show it if its hidden
-            # state does. The NaN of a context token is the target's own result, and must show.
-            finite = new.nan_to_num(0.0, 0.0, 0.0)
-            stored[slots[:, None], :, self.entries] = finite.where(self.is_draft, new)
+            # through the mask (0 * NaN), so it is not stored, and noted: see CacheView.overflows.
+            # The NaN of a context token is the target's own result, and must show.
+            if self.is_draft is not None and self.overflows is not None:
+                self.overflows |= (~new.isfinite() & self.is_draft).flatten(2).any(-1)
+                new = new.nan_to_num(0.0, 0.0, 0.0).where(self.is_draft, new)
+            stored[slots[:, None], :, self.entries] = new
         keys, values = self.keys[:, :, : self.kv_len], self.values[:, :, : self.kv_len]
         if isinstance(self.first_slot, Tensor):
             return keys.index_select(0, slots), values.index_select(0, slots)
@@ -318,9 +335,15 @@ class CacheView(_CacheMethods):
         counts: Any = num_context_tokens
         if not isinstance(counts, int | Tensor):
             counts = small_tensor(counts, torch.int64, entries.device)
-        is_draft = nodes >= (counts if isinstance(counts, int) else counts[:, None, None, None])
+        # [B, N]: drafted nodes whose keys or values are not finite, in any layer. The model's own
+        # result for such a token is not known, since other numbers were stored.
+        self.overflows: Tensor | None = None
+        is_draft = None
+        if not isinstance(counts, int) or counts < entries.shape[1]:
+            is_draft = nodes >= (counts if isinstance(counts, int) else counts[:, None, None, None])
+            self.overflows = torch.zeros_like(entries, dtype=torch.bool)
         self._layers = [
-            LayerCacheView(keys, values, first_slot, entries, kv_len, is_draft)
+            LayerCacheView(keys, values, first_slot, entries, kv_len, is_draft, self.overflows)
             for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
 
@@ -345,14 +368,18 @@ class KVShapeProbe(_CacheMethods):
 
     def __init__(self) -> None:
         self._by_layer: dict[int, LayerKVShape] = {}
-        self.dtype = torch.float32
+        self._dtypes: dict[torch.dtype, None] = {}
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         shape = LayerKVShape(key.shape[1], key.shape[3], value.shape[1], value.shape[3])
-        self._by_layer[layer_idx], self.dtype = shape, key.dtype
+        self._by_layer[layer_idx] = shape
+        self._dtypes[key.dtype] = None
         return key, value
+
+    def store_hidden(self, hidden: Tensor) -> None:
+        """Nothing, as with keys and values."""
 
     def get_mask_sizes(self, query_length: int, *_: object, **__: object) -> tuple[int, int]:
         return query_length, 0
@@ -360,6 +387,16 @@ class KVShapeProbe(_CacheMethods):
     @property
     def shapes(self) -> list[LayerKVShape]:
         return [self._by_layer[layer] for layer in sorted(self._by_layer)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys of all layers."""
+        if len(self._dtypes) != 1:
+            raise UnsupportedModelError(
+                "the model's layers compute keys of different dtypes "
+                f"({', '.join(map(str, self._dtypes))}): cast it with model.to(dtype)"
+            )
+        return next(iter(self._dtypes))
 
 
 # ------------------------------------------------------------------------------------- memory

@@ -24,8 +24,9 @@ from draftahead.backends.cpu.linear import SmallBatchLinears
 from draftahead.backends.cuda.compaction import GraphedCompaction
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.padding import Padding
-from draftahead.backends.fingerprint import WeightFingerprint
+from draftahead.backends.fingerprint import ModelFingerprint
 from draftahead.backends.modules import lock_of
+from draftahead.backends.own_code import autocast_of
 from draftahead.backends.select import select_backend
 from draftahead.core import tree
 from draftahead.core.device import device_of
@@ -68,14 +69,13 @@ class ModelRunner:
         self.max_context = support.resolve_max_context(self.model_context, max_context)
         self.long_rope_threshold = support.long_rope_threshold(model)
         self.uses_attention_interface = bool(model._can_set_attn_implementation())
-        self._configs = support.attention_configs(model) if self.uses_attention_interface else []
         self._has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._linears = SmallBatchLinears(model)
         self._backend: Backend | None = None
+        self.num_bindings = 0  # how often the model was found new or changed
         self._prefill: GraphedPrefill | None = None
         self._aux_layers: tuple[int, ...] = ()  # layers whose hidden states forwards store
-        probe = KVShapeProbe()
-        self._attention_options = self._probe(probe)
+        probe = self._probe()
+        self._fingerprint = ModelFingerprint(model)
         num_entries = self.max_context + scratch_entries
         self.cache = KVCache(probe.shapes, max_batch, num_entries, probe.dtype, self.device)
         if model.config.model_type not in support.TESTED:
@@ -169,7 +169,7 @@ class ModelRunner:
     ) -> ForwardOutput | None:
         """The forward by a backend, if one supports it."""
         backend = self._backend if layers is None else layers.backend_for(self._backend)
-        if backend is None:
+        if backend is None or autocast_of(self.device.type) is not None:
             return None
         batch, num_nodes = tokens.shape
         if not self._is_gpu:
@@ -274,7 +274,7 @@ class ModelRunner:
         that the KV entries are the same bits whatever went before. `take_logits`: called for each
         forward with its first position and logits [N, V]; nothing is reused.
         """
-        self._refresh_backend(slot)
+        self.refresh(slot)
         held, long_rope = self.cache.tokens_in[slot], self.is_long_rope(len(tokens) + 1)  # + root
         if chunk or take_logits or self.cache.long_rope[slot] != long_rope:
             held.clear()
@@ -314,7 +314,7 @@ class ModelRunner:
             for slot, prompt in zip(slots, prompts, strict=True):
                 self.prefill(slot, prompt)
             return
-        self._refresh_backend(first_slot)
+        self.refresh(first_slot)
         size = min(PREFILL_CHUNK, max(1, PREFILL_TOKENS // len(prompts)))
         for start in range(0, max(map(len, prompts)), size):
             parts = [list(prompt[start : start + size]) for prompt in prompts]
@@ -372,32 +372,38 @@ class ModelRunner:
     # --------------------------------------------------------------------------------- at load
 
     @torch.inference_mode()
-    def _probe(self, probe: KVShapeProbe) -> dict[int, dict[str, Any]]:
-        """One token through the model, to find out what its layers store, and with what options
-        each of them calls its attention function."""
+    def _probe(self) -> KVShapeProbe:
+        """One token through the model as it is now, to find out what its layers store, and with
+        what options each of them calls its attention function."""
+        self._configs = (
+            support.attention_configs(self.model) if self.uses_attention_interface else []
+        )
+        self._linears = SmallBatchLinears(self.model)
+        probe, calls = KVShapeProbe(), dict[int, dict[str, Any]]()
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        calls: dict[int, dict[str, Any]] = {}
         try:
-            self._model_forward(one, one, one[:, None, None], probe, False, attention_calls=calls)
+            with torch.autocast(self.device.type, enabled=False):  # the dtype without it
+                self._model_forward(
+                    one, one, one[:, None, None], probe, False, attention_calls=calls
+                )
         except Exception as problem:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} does not run with a cache that can be rolled back "
-                f"({problem}); speculation cannot be exact for it"
-            ) from problem
+            raise UnsupportedModelError(support.why_it_fails(self.model, one, problem)) from problem
         if not probe.shapes:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} stores no keys in the cache it is given; "
                 "speculation cannot be exact for it"
             )
-        return calls
+        self._attention_options = calls
+        return probe
 
     @torch.inference_mode()
     def _choose_backend(self, slot: int = 0) -> Backend | None:
         """A faster way to run forwards, if there is one and it agrees with the model's own forward
         on a prompt and a tree."""
+        self.num_bindings += 1
         self._prefill = None
         with lock_of(self.model):
-            self._fingerprint = WeightFingerprint(self.model)
+            self._fingerprint = ModelFingerprint(self.model)
         backend, self.backend_choice = select_backend(
             self.model,
             self.cache,
@@ -416,12 +422,18 @@ class ModelRunner:
             backend.set_aux_layers(self._aux_layers)
         return backend
 
-    def _refresh_backend(self, slot: int) -> None:
-        """If the model's weights have been moved or patched since the last prompt."""
+    def refresh(self, slot: int) -> None:
+        """If the model was changed since the last prompt: its KV entries are another model's, and
+        its backend is chosen anew. Called before each prompt."""
         with lock_of(self.model):  # another engine's patches are not the owner's
-            if self._backend is not None and not self._fingerprint.holds():
-                self._backend = None
-                self._backend = self._choose_backend(slot)
+            if self._fingerprint.holds():
+                return
+            self._backend = None
+            for held in self.cache.tokens_in:
+                held.clear()
+            support.refuse_unsupported(self.model)
+            support.refuse_other_cache(self, self._probe())
+            self._backend = self._choose_backend(slot)
 
     def _disagreement(self, slot: int, backend: Backend) -> str | None:
         """How a backend's logits differ from those of the model's own forward, or None."""
@@ -440,7 +452,7 @@ class ModelRunner:
             ours = self.forward(nodes, first_slot=slot, parents=parents).logits.float()
         finally:
             self._linears.enabled, self._backend = True, None
-            self.cache.tokens_in[slot].clear()
+            self.cache.erase(slot, 0, count + tree.MAX_NODES)
         gap = float((theirs - ours).norm() / theirs.norm().clamp(min=1e-6))
         if not gap < backend.tolerance:
             return f"its logits differ from the model's own by {gap:.1e} (relative)"

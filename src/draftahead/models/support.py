@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from draftahead.core.checks import Kind
 from draftahead.errors import ConfigError, UnsupportedModelError
+from draftahead.kv.cache import KVShapeProbe
 
 # Held to transformers' own generate, token by token, in tests/models/test_parity.py.
 TESTED = frozenset(
@@ -43,20 +44,77 @@ def attention_configs(model: Any) -> list[Any]:
 
 
 def refuse_unsupported(model: Any) -> None:
-    name, config = type(model).__name__, text_config(model)
-    why = None
-    if getattr(model, "_is_stateful", False):
-        why = "keeps a recurrent state that cannot be rolled back"
-    elif getattr(model.config, "is_encoder_decoder", False):
-        why = "is an encoder-decoder model"
-    elif config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        why = "uses ALiBi, whose biases do not follow our positions"
-    elif unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS:
-        why = f"has layers of a kind that cannot be masked: {', '.join(sorted(unknown))}"
-    if why:
+    """Refuses a model, as it is now, that cannot be run or not exactly; with the true reason."""
+    name = type(model).__name__
+    if (why := _not_exact(model)) is not None:
         raise UnsupportedModelError(f"{name} {why}; speculation cannot be exact for it")
-    if model.training:
-        raise ConfigError(f"{name} is in training mode: call model.eval() first")
+    if (why := _not_runnable(model)) is not None:
+        raise UnsupportedModelError(f"{name} {why}")
+    modules = model.named_modules()
+    is_training = (path for path, m in modules if m.training and type(m) is not torch.nn.Linear)
+    training = next(is_training, None)
+    if training is not None:
+        part = f" ({training})" if training else ""
+        raise ConfigError(f"{name}{part} is in training mode: call model.eval() first")
+
+
+def _not_exact(model: Any) -> str | None:
+    config = text_config(model)
+    if getattr(model, "_is_stateful", False):
+        return "keeps a recurrent state that cannot be rolled back"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "is an encoder-decoder model"
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        return "uses ALiBi, whose biases do not follow our positions"
+    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS:
+        return f"has layers of a kind that cannot be masked: {', '.join(sorted(unknown))}"
+    return None
+
+
+def _not_runnable(model: Any) -> str | None:
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is not None and not can_generate() and model.get_output_embeddings() is None:
+        return "has no head that predicts tokens: pass a ...ForCausalLM"
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        kind = getattr(getattr(adapter, "peft_type", None), "value", "an adapter")
+        if getattr(adapter, "is_prompt_learning", False):
+            return f"has an adapter ({kind}) that puts virtual tokens before the prompt: remove it"
+        if getattr(adapter, "alora_invocation_tokens", None):
+            return (
+                "has an aLoRA adapter, which starts where its invocation tokens stand in the whole "
+                "prompt, and forwards here see parts of it: remove it, or use plain LoRA"
+            )
+    devices = sorted({str(p.device) for p in [*model.parameters(), *model.buffers()]})
+    if "meta" in devices:
+        return "has weights on the device meta (offloaded?): load all of it into memory"
+    if len(devices) > 1:
+        return f"has weights on several devices ({', '.join(devices)}): load it on one"
+    return None
+
+
+def why_it_fails(model: Any, token: torch.Tensor, problem: Exception) -> str:
+    """Of a model that raised `problem` with our cache: whether it runs at all."""
+    name, reason = type(model).__name__, str(problem).strip() or type(problem).__name__
+    try:
+        model(input_ids=token, use_cache=False)
+    except Exception as own:
+        return f"{name} does not run, without a cache either: {str(own).strip() or repr(own)}"
+    return (
+        f"{name} does not run with a cache that can be rolled back ({reason}); speculation cannot "
+        "be exact for it"
+    )
+
+
+def refuse_other_cache(runner: Any, probe: KVShapeProbe) -> None:
+    """After a change of the model: refuses one for which another KV cache is needed."""
+    cache, device = runner.cache, runner.model.device
+    same = probe.shapes == cache.shapes and probe.dtype == cache.keys[0].dtype
+    if not same or device != runner.device:
+        raise ConfigError(
+            f"{type(runner.model).__name__} was changed after LLM(): it is {probe.dtype} on "
+            f"{device} now, and the KV cache {cache.keys[0].dtype} on {runner.device}; make a new "
+            "LLM of it"
+        )
 
 
 def _rope(config: Any) -> list[dict[str, Any]]:
@@ -73,8 +131,11 @@ MAX_CONTEXT = 2**31  # positions are exact up to here, whatever a configuration 
 def context_limit(model: Any) -> int:
     """How many positions the model has. Dynamic RoPE is limited to its original length: beyond it
     its frequencies depend on the longest sequence of the batch, drafts included."""
-    limit = int(getattr(text_config(model), "max_position_embeddings", None) or 0)
-    return min(limit, MAX_CONTEXT) if limit > 0 else DEFAULT_CONTEXT
+    config = text_config(model)
+    for name in ("max_position_embeddings", "max_target_positions"):
+        if (limit := int(getattr(config, name, None) or 0)) > 0:
+            return min(limit, MAX_CONTEXT)
+    return DEFAULT_CONTEXT
 
 
 def resolve_max_context(limit: int, wanted: int | None) -> int:
@@ -125,7 +186,7 @@ def check_against_plain_forward(runner: Any) -> None:
     parents = torch.tensor([[-1, 0, 0, *range(2, width - 1)]])
     nodes = torch.cat([ids[:, half : half + 1], ids[:, :1], ids[:, half + 1 :]], 1)
     branch = runner.forward(nodes, parents=parents).logits.float()
-    runner.cache.tokens_in[0].clear()
+    runner.cache.erase(0, 0, count + 8)
     ours = torch.cat([chain, branch[:, :1], branch[:, 2:]], 1)
     own = torch.cat([own[:, half:], own[:, half:]], 1)
     gap = (own - ours).abs().max() / own.abs().max().clamp(min=1e-6)

@@ -25,6 +25,7 @@ from draftahead.core.types import (
     Verdict,
 )
 from draftahead.errors import ReplayUnsupportedError
+from draftahead.models.row_probe import refuse_dependent_rows
 from draftahead.models.runner import ModelRunner
 from draftahead.sampling.sample import own_logprobs
 
@@ -59,14 +60,28 @@ class Verifier:
         )
         self.cache = self.runner.cache
         self.max_context, self.vocab_size = self.runner.max_context, self.runner.vocab_size
-        # With kernels whose bits depend on the shape of a forward, all forwards have one shape.
-        self.fixed_shape = self.replay and not self.runner.batch_invariant
-        self.max_nodes = REPLAY_NODES if self.fixed_shape else MAX_NODES
         self._owners = [-1] * max_batch  # id of the sequence that a slot was last compared with
-        self._tested_kv_lens: set[int] = set()
+        # By number of the runner's binding: the model may be changed.
+        self._tested_kv_lens: set[tuple[int, int]] = set()
+        self._probed_binding: int | None = None  # of the runner; None: rows may be dependent
         self._num_written = 0  # KV entries of slot 0 that were written for timing
         if self.replay:
             self._self_test(0, min(REPLAY_KV_LEN, self.cache.num_entries))
+
+    def require_independent_rows(self) -> None:
+        """Refuses the model, now and after each change of it, if drafting cannot be lossless."""
+        if self._probed_binding != self.runner.num_bindings:
+            refuse_dependent_rows(self.runner)
+            self._probed_binding = self.runner.num_bindings
+
+    @property
+    def fixed_shape(self) -> bool:
+        """Whether all forwards have one shape: for replay with kernels whose bits depend on it."""
+        return self.replay and not self.runner.batch_invariant
+
+    @property
+    def max_nodes(self) -> int:
+        return REPLAY_NODES if self.fixed_shape else MAX_NODES
 
     def max_depth(self, sequence: SequenceState) -> int:
         """How deep a draft may be before it leaves the context, or crosses longrope's threshold."""
@@ -81,6 +96,10 @@ class Verifier:
     def prefill(self, slot: int, sequence: SequenceState) -> int:
         """Computes the KV entries of all tokens but the last, which is the root of the next step,
         reusing those that the slot holds; returns how many it reused."""
+        self._enter([slot])
+        return self._fill(slot, sequence)
+
+    def _fill(self, slot: int, sequence: SequenceState) -> int:
         prefill = partial(self.runner.prefill, slot, sequence.tokens[:-1])
         if self.replay:
             self._self_test(slot, self._kv_len(sequence))
@@ -106,7 +125,19 @@ class Verifier:
                 self.cache.tokens_in[slot].clear()
                 self.prefill(slot, sequence)
         else:
+            self._enter(range(first_slot, first_slot + len(sequences)))
             self.runner.prefill_slots(first_slot, [s.tokens[:-1] for s in sequences])
+
+    def _enter(self, slots: Sequence[int]) -> None:
+        """Before prompts. The model may have changed. And a slot is zeroed if the sequence before
+        was given up before its first verdict, which would have shown NaN in its entries."""
+        self.runner.refresh(slots[0])
+        if self._probed_binding is not None:
+            self.require_independent_rows()
+        for slot in slots:
+            if self.cache.is_unverified[slot]:
+                self.cache.clear_slot(slot)
+            self.cache.is_unverified[slot] = True
 
     # --------------------------------------------------------------------------------- a step
 
@@ -159,7 +190,7 @@ class Verifier:
             if len(held) < needed or (
                 long_rope and self.cache.long_rope[slot] != self.runner.is_long_rope(needed + 1)
             ):
-                self.prefill(slot, sequence)
+                self._fill(slot, sequence)
 
     def supports_device_draft(self, draft: DeviceDraft, batch: Batch) -> bool:
         """Whether a device draft can be verified without a copy on the host."""
@@ -175,6 +206,8 @@ class Verifier:
         paths = verdict.paths
         kept = [[draft.tokens[b][node] for node in path] for b, path in enumerate(paths)]
         self.cache.commit(paths, kept)
+        for slot in range(len(paths)):
+            self.cache.is_unverified[slot] &= slot in verdict.errors
 
     def timed_forward(self, num_nodes: int, kv_len: int) -> float:
         """Seconds of a forward over so many nodes behind so many KV entries, for an idle cache."""
@@ -189,6 +222,7 @@ class Verifier:
         start = time.perf_counter() - CompileTime.seconds
         self.runner.forward(nodes)
         self.runner.synchronize()
+        self.cache.erase(0, kv_len, kv_len + num_nodes + MAX_NODES)  # and what pads them
         held.clear()
         return time.perf_counter() - CompileTime.seconds - start
 
@@ -205,7 +239,7 @@ class Verifier:
 
     def _self_test(self, slot: int, kv_len: int) -> None:
         """A token must get the same bits as the root of a forward and as any node of a chain."""
-        if kv_len in self._tested_kv_lens:
+        if (self.runner.num_bindings, kv_len) in self._tested_kv_lens:
             return
         generator = torch.Generator().manual_seed(kv_len)
         start = max(0, min(kv_len // 2, self.max_context - REPLAY_NODES))
@@ -230,5 +264,5 @@ class Verifier:
                     "KV entries; use exact='distribution', or another dtype or device"
                 )
             held.append(token)
-        held.clear()
-        self._tested_kv_lens.add(kv_len)
+        self.cache.erase(slot, 0, kv_len)
+        self._tested_kv_lens.add((self.runner.num_bindings, kv_len))

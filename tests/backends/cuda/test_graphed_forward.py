@@ -9,6 +9,7 @@ import torch
 
 import zoo
 from draftahead import LLM, SamplingParams, errors
+from draftahead.backends import select
 from draftahead.backends.cuda.hf_graph import GraphedForward
 from draftahead.models.runner import ModelRunner
 from drafted import ALL, KnowsOutput
@@ -155,6 +156,7 @@ def test_a_forward_that_waits_for_the_device_runs_eagerly(
 
     with monkeypatch.context() as patch:
         patch.setattr(block, "forward", waiting)
+        patch.setattr(select, "foreign_code", lambda model: None)
         with pytest.warns(UserWarning, match="run eagerly"):
             llm = LLM(model, "lookup", max_batch=2)
         outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16))

@@ -18,6 +18,7 @@ from draftahead.backends.cpu.abi import CHUNK, PANEL
 from draftahead.backends.cpu.addresses import Addresses
 from draftahead.backends.cpu.threads import num_threads
 from draftahead.backends.modules import patched_forwards
+from draftahead.backends.own_code import autocast_of, has_own_forward
 from draftahead.core.device import device_of
 from draftahead.errors import ConfigError, UnsupportedModelError
 
@@ -117,7 +118,7 @@ def quantize_linears(module: nn.Module) -> int:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and _can_be_quantized(child):
-                setattr(parent, name, Int8Linear(child))
+                setattr(parent, name, Int8Linear(child).train(child.training))
                 count += 1
     return count
 
@@ -225,14 +226,14 @@ class SmallBatchLinears:
 
     def __init__(self, module: Any) -> None:
         linears = [m for m in module.modules() if type(m) is nn.Linear and is_supported(m)]
-        if build.library() is None:
+        if build.library() is None or not has_own_forward(nn.Linear):
             linears = []
         self.enabled = True
         self._forwards = [(linear, _small_batch_forward(linear)) for linear in linears]
 
     def patched(self) -> AbstractContextManager[None]:
         """While entered, the layers run by our kernels, except those that the user has patched."""
-        if not self.enabled:
+        if not self.enabled or autocast_of("cpu") is not None:
             return nullcontext()
         return patched_forwards([pair for pair in self._forwards if "forward" not in vars(pair[0])])
 
