@@ -112,7 +112,9 @@ def global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 def _has_own_code(module: nn.Module) -> bool:
     """Whether one module has hooks, or a method that is not its class's."""
     return is_patched(module) or any(
-        isinstance(value, FunctionType | MethodType | partial) and hasattr(type(module), name)
+        isinstance(value, FunctionType | MethodType | partial)
+        and hasattr(type(module), name)
+        and name != "extra_repr"  # how it is printed
         for name, value in vars(module).items()
     )
 

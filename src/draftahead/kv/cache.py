@@ -307,7 +307,7 @@ class LayerCacheView(_CacheMethods):
             if self.is_draft is not None and self.overflows is not None:
                 self.overflows |= (~new.isfinite() & self.is_draft).flatten(2).any(-1)
                 new = new.nan_to_num(0.0, 0.0, 0.0).where(self.is_draft, new)
-            stored[slots[:, None], :, self.entries] = new
+            stored[slots[:, None], :, self.entries] = new.to(stored.dtype)  # autocast has its own
         keys, values = self.keys[:, :, : self.kv_len], self.values[:, :, : self.kv_len]
         if isinstance(self.first_slot, Tensor):
             return keys.index_select(0, slots), values.index_select(0, slots)
@@ -369,6 +369,7 @@ class KVShapeProbe(_CacheMethods):
     def __init__(self) -> None:
         self._by_layer: dict[int, LayerKVShape] = {}
         self._dtypes: dict[torch.dtype, None] = {}
+        self._kinds: set[type] = set()  # subclasses of Tensor
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
@@ -376,6 +377,7 @@ class KVShapeProbe(_CacheMethods):
         shape = LayerKVShape(key.shape[1], key.shape[3], value.shape[1], value.shape[3])
         self._by_layer[layer_idx] = shape
         self._dtypes[key.dtype] = None
+        self._kinds.update({type(key), type(value)} - {Tensor})
         return key, value
 
     def store_hidden(self, hidden: Tensor) -> None:
@@ -391,6 +393,11 @@ class KVShapeProbe(_CacheMethods):
     @property
     def dtype(self) -> torch.dtype:
         """Of the keys of all layers."""
+        if self._kinds:
+            raise UnsupportedModelError(
+                f"the model computes keys and values as {self._kinds.pop().__name__}, quantized, "
+                "which the KV cache cannot hold: quantize weights only"
+            )
         if len(self._dtypes) != 1:
             raise UnsupportedModelError(
                 "the model's layers compute keys of different dtypes "

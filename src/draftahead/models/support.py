@@ -94,15 +94,24 @@ def _not_runnable(model: Any) -> str | None:
 
 def why_it_fails(model: Any, token: torch.Tensor, problem: Exception) -> str:
     """Of a model that raised `problem` with our cache: whether it runs at all."""
-    name, reason = type(model).__name__, str(problem).strip() or type(problem).__name__
-    try:
-        model(input_ids=token, use_cache=False)
-    except Exception as own:
-        return f"{name} does not run, without a cache either: {str(own).strip() or repr(own)}"
-    return (
-        f"{name} does not run with a cache that can be rolled back ({reason}); speculation cannot "
-        "be exact for it"
-    )
+    name = type(model).__name__
+
+    def failure() -> str | None:
+        try:
+            model(input_ids=token.clone(), use_cache=False)
+        except Exception as own:
+            return str(own).strip() or type(own).__name__
+        return None
+
+    if (own := failure()) is None:
+        return (
+            f"{name} does not run with a cache that can be rolled back ({problem!s}); speculation "
+            "cannot be exact for it"
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        runs_otherwise = failure() is None
+    how = "in torch.inference_mode, as it must here" if runs_otherwise else "without a cache either"
+    return f"{name} does not run, {how}: {own}"
 
 
 def refuse_other_cache(runner: Any, probe: KVShapeProbe) -> None:
