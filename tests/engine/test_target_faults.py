@@ -10,6 +10,7 @@ import torch
 
 import zoo
 from draftahead import LLM, SamplingParams, errors
+from drafted import KnowsOutput
 from llama_shaped import llama_shaped, needs_kernels
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30)
@@ -96,3 +97,35 @@ def test_a_short_sequence_beside_a_longer_one_in_slots_that_held_nan(
             assert len(outs) == 1 or outs[0].token_ids == expected[0]
             outs = llm.generate([[short, long][i] for i in order], params)
             assert [out.token_ids for out in outs] == [expected[i] for i in order]
+
+
+class OverflowingKey(torch.nn.Linear):
+    """Of one token the key, or the value, overflows, and nothing else."""
+
+    of_token: torch.Tensor  # what the layer is given for it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        overflows = (x - self.of_token).abs().amax(-1, keepdim=True) < 1e-3
+        return super().forward(x).masked_fill(overflows, torch.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
+def test_a_drafted_token_whose_key_overflows_is_an_error_as_without_drafts(
+    name: str, dtype: torch.dtype
+) -> None:
+    """0 is stored for it, with which its logits would be finite."""
+    model: Any = zoo.tiny("llama", dtype=dtype)
+    prompt = zoo.ragged_prompts(2)[1]
+    text = LLM(model, "none").generate(prompt, GREEDY)[0].token_ids
+    index = next(i for i in range(4, 30) if text[i] not in [*prompt, *text[:i]])
+    layer = model.model.layers[0]
+    linear = getattr(layer.self_attn, name)
+    linear.__class__ = OverflowingKey
+    linear.of_token = layer.input_layernorm(model.get_input_embeddings().weight[text[index]])
+    for drafter in ("none", KnowsOutput({tuple(prompt): text})):
+        llm = LLM(model, drafter, max_batch=2)
+        (out,) = llm.generate(prompt, GREEDY, errors="return")
+        assert isinstance(out.error, errors.NonFiniteLogitsError)
+        assert out.token_ids == text[: index + 1]
+        assert (out.stats.accepted > 0) == (drafter != "none")

@@ -237,6 +237,9 @@ class ModelRunner:
         if aux_layers:
             cache.store_hidden(torch.stack([hidden[layer] for layer in aux_layers], 2))
         logits: Tensor = output.logits
+        if with_logits and (overflows := getattr(cache, "overflows", None)) is not None:
+            # The model's own logits for such a drafted token are not known, so it has none.
+            logits = logits.masked_fill(overflows[:, -logits.shape[1] :, None], torch.nan)
         return logits
 
     # ---------------------------------------------------------------------------- long RoPE
