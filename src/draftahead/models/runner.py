@@ -74,13 +74,15 @@ class ModelRunner:
         self.num_bindings = 0  # how often the model was found new or changed
         self._prefill: GraphedPrefill | None = None
         self._aux_layers: tuple[int, ...] = ()  # layers whose hidden states forwards store
-        probe = self._probe()
-        self._fingerprint = ModelFingerprint(model)
-        num_entries = self.max_context + scratch_entries
-        self.cache = KVCache(probe.shapes, max_batch, num_entries, probe.dtype, self.device)
-        if model.config.model_type not in support.TESTED:
-            support.check_against_plain_forward(self)
-        self._backend = self._choose_backend()
+        self._lock = lock_of(model)  # another engine's patches are not the owner's
+        with self._lock:
+            probe = self._probe()
+            self._fingerprint = ModelFingerprint(model)
+            num_entries = self.max_context + scratch_entries
+            self.cache = KVCache(probe.shapes, max_batch, num_entries, probe.dtype, self.device)
+            if model.config.model_type not in support.TESTED:
+                support.check_against_plain_forward(self)
+            self._backend = self._choose_backend()
 
     @property
     def batch_invariant(self) -> bool:
@@ -220,7 +222,7 @@ class ModelRunner:
             mask = attention.additive(mask, self.model.dtype)
         extra = {} if with_logits or not self._has_logits_to_keep else {"logits_to_keep": 1}
         with (
-            lock_of(self.model),
+            self._lock,
             attention.in_configs(self._configs, attention_calls),
             self._linears.patched(),
             layers.patched() if layers else nullcontext(),
@@ -405,8 +407,7 @@ class ModelRunner:
         on a prompt and a tree."""
         self.num_bindings += 1
         self._prefill = None
-        with lock_of(self.model):
-            self._fingerprint = ModelFingerprint(self.model)
+        self._fingerprint = ModelFingerprint(self.model)
         backend, self.backend_choice = select_backend(
             self.model,
             self.cache,
@@ -428,7 +429,7 @@ class ModelRunner:
     def refresh(self, slot: int) -> None:
         """If the model was changed since the last prompt: its KV entries are another model's, and
         its backend is chosen anew. Called before each prompt."""
-        with lock_of(self.model):  # another engine's patches are not the owner's
+        with self._lock:
             if self._fingerprint.holds():
                 return
             self._backend = None
