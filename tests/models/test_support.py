@@ -182,7 +182,9 @@ def test_an_inner_module_in_training_mode_counts_as_training(part: str) -> None:
     name = f" \\({part}\\)" if part else ""
     with pytest.raises(ConfigError, match=f"LlamaForCausalLM{name} is in training mode"):
         LLM(model)
-    model.eval().lm_head.train()  # a linear layer does not ask
+    model.eval().lm_head.train()  # a linear layer does not ask, nor a list of layers
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers = 2
     LLM(model, "none")
 
 

@@ -18,6 +18,8 @@ TESTED = frozenset(
     | {"gpt_oss", "gptj", "granite", "llama", "mistral", "mixtral", "olmo2", "olmo3", "opt"}
     | {"phi", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"}
 )
+# Modules that do not ask; a slice of a ModuleList is a new one, in training mode.
+_SAME_IN_TRAINING = (torch.nn.Linear, torch.nn.ModuleList)
 _LAYER_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -51,7 +53,7 @@ def refuse_unsupported(model: Any) -> None:
     if (why := _not_runnable(model)) is not None:
         raise UnsupportedModelError(f"{name} {why}")
     modules = model.named_modules()
-    is_training = (path for path, m in modules if m.training and type(m) is not torch.nn.Linear)
+    is_training = (path for path, m in modules if m.training and type(m) not in _SAME_IN_TRAINING)
     training = next(is_training, None)
     if training is not None:
         part = f" ({training})" if training else ""
