@@ -33,6 +33,18 @@ class Terminal:
         shown, self.unread = self.unread[: found.end()], self.unread[found.end() :]
         return shown
 
+    def interrupt_until(self, pattern: str) -> None:
+        """Ctrl-C, again if it is lost: one that comes as a line editor begins to wait for a key
+        is noticed with the next key only."""
+        for _ in range(10):
+            self.type(CTRL_C)
+            try:
+                self.wait_for(pattern, seconds=5)
+            except AssertionError:
+                continue
+            return
+        self.wait_for(pattern)
+
     def exit_code(self, seconds: float = 60) -> int:
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:

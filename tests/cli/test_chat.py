@@ -197,8 +197,7 @@ def test_a_terminal(model_folder: str, tmp_path: Path) -> None:
         user.wait_for("> ")  # before that, the terminal itself echoes what is typed
         user.type("half a line")
         user.wait_for("half a line")
-        user.type(CTRL_C)
-        user.wait_for("Ctrl-D ends")
+        user.interrupt_until("Ctrl-D ends")
         user.wait_for("> ")
         user.type("\x1b[200~w1\nw2\x1b[201~\r")
         user.wait_for("the answer was cut here")

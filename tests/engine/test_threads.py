@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -313,6 +314,26 @@ def test_a_call_from_within_a_step(target: Any) -> None:
     llm = LLM(target, Calls())
     assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 12
     assert calls
+
+
+def test_a_stream_that_is_closed_within_a_step(
+    target: Any, expected: list[list[list[int]]]
+) -> None:
+    """As the garbage collector may do: its slot is freed behind the step, and nothing is raised."""
+
+    class Closes(GarbageTree):
+        def propose(self, batch: Any) -> Any:
+            if len(batch.sequences) == 2:
+                dropped.close()
+            return super().propose(batch)
+
+    llm = LLM(target, Closes(), max_batch=2)
+    dropped = llm.stream(PROMPTS[1], GREEDY)
+    next(dropped)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what a drafter raises becomes a warning
+        assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == expected[0][0]
+    assert not llm.engine.scheduler.running
 
 
 def test_an_llm_that_is_dropped_is_freed(target: Any) -> None:

@@ -36,6 +36,8 @@ _FILES = (
     contextlib.__file__,
 )
 _OF_MODULE = ("_forward_unimplemented", "Module._wrapped_call_impl")  # nn.Module's own
+# No part of a forward; torch.compile replaces them in nn.Module when it is first used.
+_NO_FORWARD = ("__init__", "__setstate__")
 _MODELS = "transformers.models."  # one file each, with the functions that it calls
 
 
@@ -77,7 +79,9 @@ def code_of(model: nn.Module) -> Code:
 def functions_of(members: Any) -> list[FunctionType]:
     """The functions among a class's members, and what their decorators wrap."""
     found: list[FunctionType] = []
-    for value in members.values():
+    for name, value in members.items():
+        if name in _NO_FORWARD:
+            continue
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
         parts = (value.fget, value.fset) if isinstance(value, property) else (value,)

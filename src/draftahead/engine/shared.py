@@ -106,13 +106,10 @@ class SharedEngine:
         return found[0]
 
     def close(self) -> None:
-        """Drops the engine. Threads that wait get an error."""
+        """Drops the engine. Threads that wait get an error, each when it is its turn to lead."""
 
         def drop() -> None:
             self._engine = None
-            self._tasks.clear()
-            for waiter in list(self._waiters):
-                waiter.wake()
 
         self.between_steps(drop)
 
@@ -130,7 +127,6 @@ class SharedEngine:
             with self._lock:
                 self._waiters.append(waiter)
             while not waiter.done:
-                self.check_open()
                 with self._lock:
                     if self._leader is None:
                         self._leader = waiter
