@@ -355,6 +355,42 @@ def test_a_cleared_slot_is_zero_from_end_to_end() -> None:
         assert torch.equal(found[:, [0, 2]], old[:, [0, 2]])
 
 
+def test_erased_entries_are_zero_and_those_beside_them_stay() -> None:
+    cache = filled()
+    before = contents(cache)
+    cache.erase(1, 4, 9)
+    assert cache.tokens_in == [[0, 1, 2, 3], [100, 101, 102, 103], []]
+    for found, old in zip(cache.tensors(), before, strict=True):
+        assert not found[:, 1, :, 4:9].any()
+        for entries in (slice(4), slice(9, None)):
+            assert torch.equal(found[:, 1, :, entries], old[:, 1, :, entries])
+        assert torch.equal(found[:, [0, 2]], old[:, [0, 2]])
+
+
+def test_slots_that_no_verdict_has_seen() -> None:
+    """What lies behind the tokens of one may not be finite: it is not known before a verdict. A
+    copy of other tokens over it zeroes it first; a cleared slot is known."""
+    cache = filled((2, 6, 0))
+    cache.is_unverified[1] = True
+    cache.copy_slot(0, 1)
+    assert not cache.is_unverified[1]
+    for stored in cache.tensors():
+        assert stored[:, 1, :, :2].any()
+        assert not stored[:, 1, :, 2:].any()
+    cache.is_unverified[0] = True
+    cache.copy_slot(0, 2)
+    assert cache.is_unverified == [True, False, True]
+    cache.clear_slot(0)
+    assert cache.is_unverified == [False, False, True]
+    for one, other in ((2, 0), (0, 2)):  # only tokens are swapped, not what lies behind them
+        cache.is_unverified[:] = [False, False, True]
+        cache.swap_slots(one, other)
+        assert cache.is_unverified == [True, False, True]
+    cache.is_unverified[:] = [False, False, False]
+    cache.swap_slots(0, 2)
+    assert not any(cache.is_unverified)
+
+
 WHOLE_SLOTS: dict[str, tuple[Callable[[KVCache], object], set[int]]] = {
     "a swap": (lambda cache: cache.swap_slots(0, 1), {0, 1}),
     "a copy": (lambda cache: cache.copy_slot(0, 1), {1}),
