@@ -73,7 +73,11 @@ ENGINE: Gate = (
     _files("engine", "interrupts drafter_isolation launch_ahead slots"),
 )
 SHARED: Gate = (_files("engine", "threads"), _files("llm", "streaming"))
-KV: Gate = (["tests/kv"], _files("models", "runner support hidden_states"))
+KV: Gate = (
+    ["tests/kv"],
+    _files("models", "runner support hidden_states changed_models")
+    + _files("engine", "target_faults"),
+)
 AHEAD = "tests/engine/test_launch_ahead.py::test_"
 VERIFIER: Gate = (
     _files("models", "verifier"),
@@ -81,13 +85,14 @@ VERIFIER: Gate = (
         f"{AHEAD}only_trees_on_the_roots_of_the_batch_are_verified_unseen",
         f"{AHEAD}device_drafts_do_not_change_the_output",
         *_files("engine", "replay slots interrupts"),
-        *_files("models", "long_rope"),
+        *_files("models", "long_rope changed_models row_probe"),
     ],
 )
 GRAPHED = "tests/backends/cuda/test_graphed_forward.py::test_"
 RUNNER: Gate = (
     _files("models", "forward prompts backend_choice"),
-    _files("models", "hidden_states runner long_rope support layer_subset")
+    _files("models", "hidden_states runner long_rope support layer_subset changed_models")
+    + _files("llm", "prompt_logprobs")
     + _files("engine", "slots target_faults")
     + _files("backends", "select")
     + _files("backends/cuda", "prefill hidden_states padding")

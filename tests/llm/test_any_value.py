@@ -134,7 +134,8 @@ def test_any_argument_of_every_method(llm: LLM, count: int) -> None:
         value = draw(data, or_any(*likely.get(name, ())))
         with suppress(DraftaheadError):
             if method == "from_config":
-                LLM.from_config(llm.config, report=value)
+                if not callable(value):  # what a function of the user's raises is the user's
+                    LLM.from_config(llm.config, report=value)
             elif method == "with_drafter":
                 llm.with_drafter(**{"drafter": None, name: value})
             else:
