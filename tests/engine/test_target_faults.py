@@ -10,6 +10,7 @@ import torch
 
 import zoo
 from draftahead import LLM, SamplingParams, errors
+from draftahead.backends.select import CPU_KERNELS
 from drafted import KnowsOutput
 from llama_shaped import llama_shaped, needs_kernels
 
@@ -127,6 +128,33 @@ def test_a_drafted_token_whose_key_overflows_is_an_error_as_without_drafts(
     linear.of_token = layer.input_layernorm(model.get_input_embeddings().weight[text[index]])
     for drafter in ("none", KnowsOutput({tuple(prompt): text})):
         llm = LLM(model, drafter, max_batch=2)
+        (out,) = llm.generate(prompt, GREEDY, errors="return")
+        assert isinstance(out.error, errors.NonFiniteLogitsError)
+        assert out.token_ids == text[: index + 1]
+        assert out.drafted[index] == (drafter != "none")
+
+
+@needs_kernels
+def test_the_same_by_the_cpu_kernels() -> None:
+    """One number of its value overflows, which nothing reads: infinity times 0 is NaN, 0 is not."""
+    model: Any = llama_shaped("llama")
+    layer, embeddings = model.model.layers[0], model.get_input_embeddings().weight
+    attention, head_dim = layer.self_attn, model.config.head_dim
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    attention.o_proj.weight.data[:, : group * head_dim : head_dim] = 0
+    prompt = zoo.ragged_prompts(2)[1]
+    text = LLM(model, "none").generate(prompt, GREEDY)[0].token_ids
+    inputs = layer.input_layernorm(embeddings.data)
+    largest, second = inputs.topk(2, 0).values
+    drafted = [i for i in range(30) if i % 5 < 3 and text[i] not in [*prompt, *text[:i]]]
+    pairs = [(i, int(d)) for i in drafted for d in (inputs[text[i]] == largest).nonzero()]
+    index, dim = next((i, d) for i, d in pairs if largest[d] > 1.001 * second[d] > 0)
+    attention.v_proj.weight.data[0] = 0
+    most = torch.finfo(torch.float32).max
+    attention.v_proj.weight.data[0, dim] = most / (largest[dim] / 2 + second[dim] / 2)
+    for drafter in ("none", KnowsOutput({tuple(prompt): text})):
+        llm = LLM(model, drafter, max_batch=2)
+        assert llm.engine.verifier.runner.backend_choice.name == CPU_KERNELS
         (out,) = llm.generate(prompt, GREEDY, errors="return")
         assert isinstance(out.error, errors.NonFiniteLogitsError)
         assert out.token_ids == text[: index + 1]

@@ -34,8 +34,8 @@ inline f32x16 activate(f32x16 x, int64_t activation) {
 }
 
 // Stores a node's key and value (of one KV head) in the cache. Infinity and NaN of a drafted node
-// become 0: masked, they would still make other nodes' results NaN (0 * NaN). Those of a context
-// token stay, as the target's own result.
+// become 0: masked, they would still make other nodes' results NaN (0 * NaN). Its own logits become
+// NaN, as without drafts. Those of a context token stay, as the target's own result.
 void store_kv(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, int64_t t,
               int64_t kv_head, const float* k, const float* v) {
   const int64_t d = m.head_dim, sequence = t / f.num_nodes, node = tree_node(f, t);
@@ -44,10 +44,14 @@ void store_kv(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, i
   std::memcpy(layer.keys + at, k, d * sizeof(float));
   std::memcpy(layer.values + at, v, d * sizeof(float));
   if (node < f.num_context_tokens) return;
+  bool overflows = false;
   for (int64_t i = 0; i < d; i++) {
+    overflows |= !std::isfinite(k[i]) || !std::isfinite(v[i]);
     if (!std::isfinite(k[i])) layer.keys[at + i] = 0.0f;
     if (!std::isfinite(v[i])) layer.values[at + i] = 0.0f;
   }
+  float nan = NAN;  // the threads of several heads may store it
+  if (overflows) __atomic_store(f.hidden + t * m.hidden_size, &nan, __ATOMIC_RELAXED);
 }
 
 // This thread's part of the new queries and keys: norms and rotates them, stores keys and values.
