@@ -110,13 +110,10 @@ class OverflowingKey(torch.nn.Linear):
         return super().forward(x).masked_fill(overflows, torch.inf)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ["k_proj", "v_proj"])
-def test_a_drafted_token_whose_key_overflows_is_an_error_as_without_drafts(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_a_drafted_token_whose_key_overflows_is_an_error_as_without_drafts(name: str) -> None:
     """0 is stored for it, with which its logits would be finite."""
-    model: Any = zoo.tiny("llama", dtype=dtype)
+    model: Any = zoo.tiny("llama", dtype=torch.float16)
     prompt = zoo.ragged_prompts(2)[1]
     text = LLM(model, "none").generate(prompt, GREEDY)[0].token_ids
     # KnowsOutput drafts four tokens, so that each fifth is the target's own.

@@ -304,8 +304,9 @@ class LayerCacheView(_CacheMethods):
             # A drafted token may overflow in half precision. Its NaN would reach other nodes
             # through the mask (0 * NaN), so it is not stored, and noted: see CacheView.overflows.
             # The NaN of a context token is the target's own result, and must show.
-            if self.is_draft is not None and self.overflows is not None:
-                self.overflows |= (~new.isfinite() & self.is_draft).flatten(2).any(-1)
+            if self.is_draft is not None:
+                if self.overflows is not None:
+                    self.overflows |= (~new.isfinite() & self.is_draft).flatten(2).any(-1)
                 new = new.nan_to_num(0.0, 0.0, 0.0).where(self.is_draft, new)
             stored[slots[:, None], :, self.entries] = new.to(stored.dtype)  # autocast has its own
         keys, values = self.keys[:, :, : self.kv_len], self.values[:, :, : self.kv_len]
@@ -336,12 +337,14 @@ class CacheView(_CacheMethods):
         if not isinstance(counts, int | Tensor):
             counts = small_tensor(counts, torch.int64, entries.device)
         # [B, N]: drafted nodes whose keys or values are not finite, in any layer. The model's own
-        # result for such a token is not known, since other numbers were stored.
+        # result for such a token is not known, since other numbers were stored. Of float16 only:
+        # what overflows the range of other dtypes has no logits anyway.
         self.overflows: Tensor | None = None
         is_draft = None
         if not isinstance(counts, int) or counts < entries.shape[1]:
             is_draft = nodes >= (counts if isinstance(counts, int) else counts[:, None, None, None])
-            self.overflows = torch.zeros_like(entries, dtype=torch.bool)
+            if cache.keys[0].dtype == torch.float16:
+                self.overflows = torch.zeros_like(entries, dtype=torch.bool)
         self._layers = [
             LayerCacheView(keys, values, first_slot, entries, kv_len, is_draft, self.overflows)
             for keys, values in zip(cache.keys, cache.values, strict=True)
