@@ -66,7 +66,8 @@ SAMPLING: Gate = (
 CORE: Gate = (["tests/core"], [*SAMPLING[0], *ACCEPTANCE[0], *_files("engine", "drafter_faults")])
 SCHEDULER: Gate = (
     _files("engine", "scheduler"),
-    _files("engine", "interrupts drafter_isolation target_faults slots"),
+    _files("engine", "interrupts drafter_isolation target_faults slots")
+    + _files("llm", "prompt_logprobs"),
 )
 ENGINE: Gate = (
     _files("engine", "step"),

@@ -51,6 +51,7 @@ def work(tmp_path: Path) -> Path:
     ("arguments", "message"),
     [
         ((*GENERATE, "--drafter", "lokup"), "no drafter 'lokup'; did you mean 'lookup'?"),
+        (("generate", "--prompts", "a\nb"), "a\\nb"),
         (("bench", "--drafter", "none,lokup"), "no drafter 'lokup'; did you mean 'lookup'?"),
         (("bench", "--speculative-config", '{"method": "lokup"}'), "no drafter 'lokup'"),
         (("tune", "--drafter", "lokup"), "no drafter 'lokup'"),

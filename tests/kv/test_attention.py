@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 
+import zoo
 from draftahead.kv import attention
 
 BATCH, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM, KV_LEN = 3, 6, 2, 5, 7, 9
@@ -160,3 +163,46 @@ def test_configs_are_restored() -> None:
             assert config._attn_implementation == attention.NAME
             raise ZeroDivisionError
         assert config._attn_implementation == name
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_other_threads_run_a_model_as_its_owner_chose(implementation: str) -> None:
+    """While a thread of ours runs it, and with what the owner chooses later."""
+    model = zoo.tiny("mistral", dtype=torch.float32)  # its window needs a mask of its own
+    model.set_attn_implementation(implementation)
+    ids = torch.arange(30)[None]
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+
+    def run() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [model(ids).logits, model(ids, attention_mask=padded).logits]
+
+    alone = run()
+    with ThreadPoolExecutor(1) as pool, attention.in_configs([model.config]):
+        together = pool.submit(run).result(60)
+        assert all(map(torch.equal, alone, together))
+        with pytest.raises(AssertionError, match="built its own mask"):
+            run()
+    assert all(map(torch.equal, alone, run()))
+
+
+def test_a_configuration_that_is_gone_is_forgotten() -> None:
+    known = len(attention._owners_choice)
+    config = LlamaConfig()
+    for _ in range(2):
+        with attention.in_configs([config]):
+            assert len(attention._owners_choice) == known + 1
+    del config
+    gc.collect()
+    assert len(attention._owners_choice) == known
+
+
+def test_calls_of_a_later_forward_are_not_recorded() -> None:
+    calls: dict[int, dict[str, Any]] = {}
+    for recorded in (calls, None):
+        with attention.in_configs([], recorded):
+            assert attention._this_thread.is_ours
+            assert attention._this_thread.calls is recorded
+        assert not attention._this_thread.is_ours
+        assert attention._this_thread.calls is None

@@ -512,3 +512,24 @@ def test_the_probe_notes_what_layers_store() -> None:
     assert probe.dtype == torch.float16
     assert (probe.get_seq_length(), probe.get_query_offset()) == (0, 0)
     assert probe.get_mask_sizes(5) == (5, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_drafted_nodes_that_overflow_are_noted_in_float16(dtype: torch.dtype) -> None:
+    """In one number of a key or a value of any layer; those of context tokens are not drafts."""
+    cache = empty(dtype)
+    view = CacheView(cache, 0, torch.arange(4)[None].expand(2, 4), 4, 1)
+    for layer, shape in enumerate(SHAPES):
+        key, value = (
+            torch.ones(2, heads, 4, dim, dtype=dtype) for heads, dim in (shape[:2], shape[2:])
+        )
+        if layer == 0:
+            key[0, 0, 2, 1], value[1, 1, 3, 0] = torch.inf, torch.nan
+        if layer == 1:
+            value[1, 0, 0, 0] = torch.inf  # of the context
+        view.update(key, value, layer)
+    if dtype == torch.float32:
+        assert view.overflows is None
+    else:
+        assert view.overflows is not None
+        assert view.overflows.nonzero().tolist() == [[0, 2], [1, 3]]

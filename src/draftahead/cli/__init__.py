@@ -64,9 +64,7 @@ def main() -> None:
         # Raises SystemExit; typer handles mistyped options, closed pipes, Ctrl-C (exit code 130).
         # The name is given for `python -m draftahead`: completion is for a command of one word.
         app(prog_name="draftahead")
-    except DraftaheadError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except OSError as error:  # a disk that is full, a file that went away
-        print(f"error: {error}", file=sys.stderr)
+    except (DraftaheadError, OSError) as error:  # OSError: a disk that is full, a file that is gone
+        message = "\\n".join(str(error).split("\n"))  # a file may be named so
+        print(f"error: {message}", file=sys.stderr)
         raise SystemExit(1) from None
