@@ -25,8 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import torch  # noqa: F401  first: its OpenMP runtime is the one our library must share
-
 from draftahead.backends.cpu import abi
 from draftahead.loader.embedded import cache_root
 
@@ -38,7 +36,7 @@ FLAGS = [
     "-ffp-contract=off",  # sums are fused where the source says so: see multiply_add in vectors.h
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fopenmp",
+    "-pthread",
     "-fPIC",
 ]
 
@@ -133,9 +131,7 @@ def _library_file(compiler: Sequence[str]) -> Path:
         compiled, linked = Path(building) / "kernels.o", Path(building) / "kernels.so"
         source = str(SOURCES / "kernels.cpp")
         _output_of([*compiler, *FLAGS, *flags, "-c", source, "-o", str(compiled)])
-        # Linked without -fopenmp: its symbols come from the OpenMP runtime that torch has loaded.
-        # Two runtimes in one process would keep two sets of threads, each spinning on our cores.
-        _output_of([*compiler, *flags, "-shared", str(compiled), "-o", str(linked)])
+        _output_of([*compiler, *flags, "-pthread", "-shared", str(compiled), "-o", str(linked)])
         return linked.replace(folder / _name(key, linked))  # atomic: two processes may compile
 
 

@@ -224,7 +224,7 @@ void attention(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, 
                ThreadBuffers& local) {
   const int64_t queries = f.num_nodes * (m.num_heads / m.num_kv_heads);
   const int64_t kv_heads = f.num_sequences * m.num_kv_heads;
-  int64_t groups = (2 * omp_get_num_threads() + kv_heads - 1) / kv_heads;
+  int64_t groups = (2 * num_threads() + kv_heads - 1) / kv_heads;
   if (groups * MAX_QUERIES < queries) groups = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
   if (groups > queries || layer.sliding_window) groups = queries;
   const int64_t group_size = (queries + groups - 1) / groups;

@@ -67,12 +67,12 @@ void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffe
   if (screened) {
     const Activations a = local.activations(screened->projection, local.normed, num_tokens);
     linear(screened->projection, a, num_tokens, b.q, Output::STORE);
-    b.barrier->wait();
+    barrier();
     input = b.q;
   }
   const Weights& head = screened ? screened->screening_head : m.lm_head;
   linear(head, local.activations(head, input, num_tokens), num_tokens, f.logits, Output::STORE);
-  b.barrier->wait();
+  barrier();
   const Range mine = thread_range(num_tokens, 1);
   Activations a = {};
   if (screened && mine.begin < mine.end)
@@ -119,20 +119,15 @@ void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
   if (!num_tokens) return;
   SharedBuffers b(m, num_tokens, f.scratch);
   float* rest = f.scratch + SharedBuffers::size(m, num_tokens);
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp single
-    b.barrier = new Barrier(omp_get_num_threads());  // OpenMP may give fewer than were asked for
-    ThreadBuffers local(m, num_tokens,
-                        rest + omp_get_thread_num() * ThreadBuffers::size(m, num_tokens));
+  parallel(threads, [&] {
+    ThreadBuffers local(m, num_tokens, rest + thread_index() * ThreadBuffers::size(m, num_tokens));
     for (int64_t i = 0; i < m.num_layers; i++) {
       // The layer writes f.hidden only behind its first barrier.
       if (i) store_aux_hidden(m, f, i, f.hidden);
       decoder_layer(m, m.layers[i], f, b, local);
     }
     if (f.logits) lm_head(m, f, b, local);
-  }
-  delete b.barrier;
+  });
 }
 
 }  // namespace

@@ -49,16 +49,17 @@ void draftahead_linear(const Weights* w, const float* x, int64_t num_tokens, flo
 // Reads memory and does nothing else: the memory-bandwidth bound that a forward is measured
 // against.
 float draftahead_read_memory(const float* data, int64_t count, int64_t threads) {
-  float total = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : total)
-  {
+  std::atomic<float> total{0};
+  parallel(threads, [&] {
     const Range mine = thread_range(count, 128);
     f32x16 acc[8] = {};
     for (int64_t i = mine.begin; i + 128 <= mine.end; i += 128)
 #pragma GCC unroll 8
       for (int c = 0; c < 8; c++) acc[c] += load(data + i + 16 * c);
-    for (int c = 0; c < 8; c++) total += sum_lanes(acc[c]);
-  }
+    float sum = 0, before = total;
+    for (int c = 0; c < 8; c++) sum += sum_lanes(acc[c]);
+    while (!total.compare_exchange_weak(before, before + sum)) {}
+  });
   return total;
 }
 

@@ -107,21 +107,21 @@ void decoder_layer(const Model& m, const DecoderLayer& layer, const ForwardArgs&
   linear(layer.q, a, num_tokens, b.q, Output::STORE);
   linear(layer.k, a, num_tokens, b.k, Output::STORE);
   linear(layer.v, a, num_tokens, b.v, Output::STORE);
-  b.barrier->wait();
+  barrier();
   rotate_and_store(m, layer, f, b);
-  b.barrier->wait();
+  barrier();
   if (f.kv_only && &layer == m.layers + m.num_layers - 1) return;
   attention(m, layer, f, b, local);
-  b.barrier->wait();
+  barrier();
   a = local.activations(layer.o, b.attention, num_tokens);
   linear(layer.o, a, num_tokens, f.hidden, Output::ADD);
-  b.barrier->wait();
+  barrier();
   norm_all(layer.post_attention_norm);
   gated_units(m, layer, local.activations(layer.gate, local.normed, num_tokens), num_tokens, b);
-  b.barrier->wait();
+  barrier();
   a = local.activations(layer.down, b.gate, num_tokens);
   linear(layer.down, a, num_tokens, f.hidden, Output::ADD);
-  b.barrier->wait();
+  barrier();
 }
 
 }  // namespace

@@ -1,37 +1,277 @@
-// How the OpenMP threads of a forward pass divide work and wait for each other.
+// Threads of our own: how the threads of a forward pass start, divide work and wait for each other.
+//
+// `parallel(threads, body)` runs `body` in this thread and in workers. The workers belong to a
+// team; a caller borrows an idle team for one call, so several callers run at the same time, each
+// with a team of its own. Which thread computes what never changes a result: each output is
+// computed whole by one thread.
 
 #pragma once
 
-#include <omp.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <new>
 
 namespace {
 
-// A barrier that spins briefly and then yields. OpenMP's spins for milliseconds, which on a busy
-// machine takes the core from the thread that it waits for.
-class Barrier {
+// How long a thread that waits for others keeps its core before it sleeps. Shorter: sleeping and
+// waking (5 to 50 us) comes to barriers that are about to open. Longer: a foreign process waits for
+// the core, perhaps the very one whose time slice ours are waiting for.
+constexpr int64_t BARRIER_SPIN_NS = 50'000;
+// The same for workers between two calls. A decoding step's next call comes after about 1 ms, a
+// level of a draft tree after 30 us.
+constexpr int64_t IDLE_SPIN_NS = 100'000;
+
+inline int64_t now_ns() {
+  using std::chrono::steady_clock;
+  const auto time = steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+}
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The cores that this process may use. With more threads than cores nothing spins: what a thread
+// waits for may need its core.
+inline int64_t num_cores() {
+#ifdef __linux__
+  cpu_set_t cores;
+  if (!sched_getaffinity(0, sizeof cores, &cores)) return CPU_COUNT(&cores);
+#endif
+  return sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+// A number that threads wait for to change: they spin, then sleep.
+class Signal {
  public:
-  explicit Barrier(int threads) : threads_(threads) {}
-  void wait() {
-    int phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++)
-      if (spins > SPINS) sched_yield();
+  uint64_t value() const { return value_.load(std::memory_order_acquire); }
+
+  void set(uint64_t value) {
+    // Both seq_cst: either this thread sees the sleeper, or the sleeper sees the value.
+    value_.store(value, std::memory_order_seq_cst);
+    if (!sleepers_.load(std::memory_order_seq_cst)) return;
+    pthread_mutex_lock(&mutex_);  // a sleeper is between its last look and its sleep until then
+    pthread_mutex_unlock(&mutex_);
+    pthread_cond_broadcast(&changed_);
+  }
+
+  // Returns the value once it is not `old`.
+  uint64_t wait(uint64_t old, int64_t spin_ns) {
+    const int64_t end = spin_ns ? now_ns() + spin_ns : 0;
+    while (spin_ns && now_ns() < end)
+      for (int i = 0; i < 32; i++) {
+        if (const uint64_t now = value(); now != old) return now;
+        pause_briefly();
+      }
+    pthread_mutex_lock(&mutex_);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    while (value_.load(std::memory_order_seq_cst) == old) pthread_cond_wait(&changed_, &mutex_);
+    sleepers_.fetch_sub(1, std::memory_order_relaxed);
+    pthread_mutex_unlock(&mutex_);
+    return value();
   }
 
  private:
-  // About 10 us. More keeps another process's thread waiting; fewer give up the core too early.
-  static constexpr int SPINS = 4000;
-  const int threads_;
-  std::atomic<int> arrived_{0}, phase_{0};
+  alignas(64) std::atomic<uint64_t> value_{0};
+  std::atomic<int64_t> sleepers_{0};
+  pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+  pthread_cond_t changed_ = PTHREAD_COND_INITIALIZER;
 };
+
+// A caller and its workers.
+class Team {
+ public:
+  Team* next = nullptr;  // in the list of idle teams
+
+  // Runs body in this thread and in `threads` - 1 workers, or in as many as can be had.
+  void run(int64_t threads, void (*body)(const void*), const void* argument) {
+    hire(threads - 1);
+    count_ = threads - 1 < hired_ ? threads : hired_ + 1;
+    spins_ = count_ <= cores_;
+    body_ = body, argument_ = argument;
+    if (count_ > 1) job_.set((++jobs_ << 16) | uint64_t(count_));
+    work(0);
+  }
+
+  void barrier() {
+    // Read before this thread arrives: behind the last arrival the next call may change them.
+    const int64_t count = count_, spin_ns = spins_ ? BARRIER_SPIN_NS : 0;
+    const uint64_t phase = phase_.value();
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.set(phase + 1);
+    } else {
+      phase_.wait(phase, spin_ns);
+    }
+  }
+
+  // Ends the workers of a team that is not running.
+  void dismiss() {
+    job_.set(LEAVE);
+    for (int64_t i = 0; i < hired_; i++) pthread_join(workers_[i].thread, nullptr);
+    hired_ = 0;
+  }
+
+  int64_t count() const { return count_; }
+
+ private:
+  struct Worker {
+    pthread_t thread;
+    Team* team;
+    int64_t index;      // in the team; the caller's is 0
+    uint64_t last_job;  // before it was hired
+  };
+  static constexpr int64_t MAX_WORKERS = 1023;  // a job's low 16 bits: the number of its threads
+  static constexpr uint64_t LEAVE = ~uint64_t(0);
+
+  void hire(int64_t wanted) {
+    if (wanted > MAX_WORKERS) wanted = MAX_WORKERS;
+    if (hired_ >= wanted) return;
+    cores_ = num_cores();
+    // Signals are for threads of the process that handle them; faults end it, whatever the thread.
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP})
+      sigdelset(&blocked, fault);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    for (; hired_ < wanted; hired_++) {
+      Worker& worker = workers_[hired_];
+      worker = {{}, this, hired_ + 1, job_.value()};
+      if (pthread_create(&worker.thread, nullptr, start, &worker)) break;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  static void* start(void* worker) {
+    const Worker& self = *static_cast<Worker*>(worker);
+    self.team->serve(self.index, self.last_job);
+    return nullptr;
+  }
+
+  void serve(int64_t index, uint64_t last_job) {
+    for (bool spins = true;;) {
+      last_job = job_.wait(last_job, spins ? IDLE_SPIN_NS : 0);
+      if (last_job == LEAVE) return;
+      const int64_t count = last_job & 0xffff;
+      if (index >= count) continue;
+      spins = spins_;
+      work(index);
+    }
+  }
+
+  void work(int64_t index);
+
+  Worker workers_[MAX_WORKERS];
+  int64_t hired_ = 0, cores_ = 1;
+  void (*body_)(const void*) = nullptr;
+  const void* argument_ = nullptr;
+  int64_t count_ = 1;
+  bool spins_ = false;
+  uint64_t jobs_ = 0;
+  Signal job_, phase_;
+  alignas(64) std::atomic<int64_t> arrived_{0};
+};
+
+// What this thread is to the call that it works for.
+struct Membership {
+  Team* team;
+  int64_t index;
+};
+thread_local Membership current = {nullptr, 0};
+
+inline void Team::work(int64_t index) {
+  const Membership before = current;
+  current = {this, index};
+  body_(argument_);
+  barrier();
+  current = before;
+}
+
+// The teams that no call uses. They are kept: to start a thread takes longer than a small call.
+class IdleTeams {
+ public:
+  static IdleTeams& all() {
+    static IdleTeams* teams = new IdleTeams;  // never destroyed: other threads may outlive it
+    return *teams;
+  }
+
+  // Null if there is no memory for one, or when the process ends.
+  Team* borrow() {
+    pthread_mutex_lock(&mutex_);
+    Team* team = first_;
+    if (team) first_ = team->next;
+    const bool closed = closed_;
+    pthread_mutex_unlock(&mutex_);
+    return team || closed ? team : new (std::nothrow) Team;
+  }
+
+  void give_back(Team* team) {
+    pthread_mutex_lock(&mutex_);
+    team->next = first_;
+    first_ = team;
+    pthread_mutex_unlock(&mutex_);
+  }
+
+  // When the process ends or the library is unloaded. Teams at work are left to themselves.
+  void close() {
+    pthread_mutex_lock(&mutex_);
+    closed_ = true;
+    while (Team* team = first_) {
+      first_ = team->next;
+      team->dismiss();
+      delete team;
+    }
+    pthread_mutex_unlock(&mutex_);
+  }
+
+ private:
+  IdleTeams() {
+    pthread_atfork([] { pthread_mutex_lock(&all().mutex_); },
+                   [] { pthread_mutex_unlock(&all().mutex_); },
+                   [] {  // the child has the forking thread alone: teams have lost their workers
+                     all().first_ = nullptr;
+                     pthread_mutex_unlock(&all().mutex_);
+                   });
+  }
+
+  pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+  Team* first_ = nullptr;
+  bool closed_ = false;
+};
+
+struct CloseTeams {
+  ~CloseTeams() { IdleTeams::all().close(); }
+} close_teams;
+
+// Runs body() in `threads` threads, this one included, or in fewer if the system gives no more;
+// returns when all have returned. No body calls it. Within it num_threads(), thread_index(), barrier() and
+// thread_range() tell each thread its part.
+template <class Body>
+void parallel(int64_t threads, const Body& body) {
+  Team* team = threads > 1 ? IdleTeams::all().borrow() : nullptr;
+  if (!team) return body();
+  team->run(
+      threads, [](const void* it) { (*static_cast<const Body*>(it))(); }, &body);
+  IdleTeams::all().give_back(team);
+}
+
+inline int64_t num_threads() { return current.team ? current.team->count() : 1; }
+inline int64_t thread_index() { return current.index; }
+
+// Waits until all threads of the call are here.
+inline void barrier() {
+  if (current.team) current.team->barrier();
+}
 
 struct Range {
   int64_t begin, end;
@@ -39,9 +279,9 @@ struct Range {
 
 // This thread's part of `count` items, in whole multiples of `unit`.
 inline Range thread_range(int64_t count, int64_t unit) {
-  int64_t threads = omp_get_num_threads(), units = (count + unit - 1) / unit;
+  int64_t threads = num_threads(), units = (count + unit - 1) / unit;
   int64_t per_thread = (units + threads - 1) / threads * unit;
-  int64_t begin = per_thread * omp_get_thread_num();
+  int64_t begin = per_thread * thread_index();
   if (begin > count) return {count, count};
   return {begin, begin + per_thread < count ? begin + per_thread : count};
 }

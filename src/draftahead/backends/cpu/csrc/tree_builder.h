@@ -111,17 +111,17 @@ std::vector<float> joined_hidden(const Model& m, const TreeArgs& args) {
 // One linear layer, by all threads.
 void linear_all_threads(const Weights& w, const Activations& a, int64_t num_tokens, float* y,
                         int64_t threads) {
-#pragma omp parallel num_threads(threads)
-  {
+  parallel(threads, [&] {
     if (w.scales) {
       const int64_t in = w.in_features, groups = in / w.group_size;
-#pragma omp for
-      for (int64_t t = 0; t < num_tokens; t++)
+      const Range mine = thread_range(num_tokens, 1);
+      for (int64_t t = mine.begin; t < mine.end; t++)
         quantize_token(a.x + t * in, in, w.group_size, a.quantized + t * in, a.scales + t * groups,
                        a.corrections + t * groups);
+      barrier();
     }
     linear(w, a, num_tokens, y, Output::STORE);
-  }
+  });
 }
 
 // fc over the joined hidden states: [num_sequences][max_inputs][hidden_size].
@@ -322,11 +322,11 @@ const char* invalid(const Model& m, const TreeArgs& args) {
 // `m`: the head, over its own KV cache.
 void build_trees(const Model& m, TreeArgs& args, int64_t threads) {
   const int64_t vocab_size = m.lm_head.out_features, num_sequences = args.num_sequences;
-  const double begin = omp_get_wtime();
+  const int64_t begin = now_ns();
   std::vector<float> outputs(num_sequences * m.hidden_size);
   std::vector<float> root_logits(num_sequences * vocab_size);
   read_inputs(m, args, threads, outputs, root_logits);
-  args.inputs_seconds = omp_get_wtime() - begin;
+  args.inputs_seconds = 1e-9 * double(now_ns() - begin);
   std::vector<Tree> trees = first_level(m, args, outputs, root_logits);
   const int64_t max_tokens = num_sequences * args.nodes_per_level;
   HeadBuffers buffers(m, max_tokens, threads);

@@ -19,7 +19,6 @@ inline int64_t scores_size(const Model& m) { return round_up16(m.num_entries + M
 struct SharedBuffers {
   float *q, *k, *v, *attention;  // [num_tokens][heads][head_dim]
   float *gate, *up;              // [num_tokens][intermediate_size]
-  Barrier* barrier;
 
   static int64_t size(const Model& m, int64_t num_tokens) {
     return 2 * round_up16(num_tokens * m.num_heads * m.head_dim) +
@@ -27,7 +26,7 @@ struct SharedBuffers {
            2 * round_up16(num_tokens * m.intermediate_size);
   }
 
-  SharedBuffers(const Model& m, int64_t num_tokens, float* scratch) : barrier(nullptr) {
+  SharedBuffers(const Model& m, int64_t num_tokens, float* scratch) {
     auto take = [&](int64_t count) {
       float* begin = scratch;
       scratch += round_up16(count);
