@@ -129,7 +129,7 @@ def test_a_subset_has_its_outputs_only() -> None:
     ids, x = torch.tensor([8, 2, 2]), torch.randn(4, 256)
     subset = layer.subset(ids)
     assert (subset.out_features, layer.out_features) == (3, 9)
-    torch.testing.assert_close(subset(x), layer(x)[:, ids])
+    torch.testing.assert_close(subset(x), layer(x)[:, ids], rtol=1e-3, atol=1e-3)
     assert torch.equal(layer.rows, rows)
 
 

@@ -134,8 +134,14 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 _DEQUANTIZE: dict[str, Callable[[Tensor], Tensor]] = {
-    **{"Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0},
-    **{"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k},
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
 
 
@@ -221,6 +227,10 @@ class StoredLinear(_Stored):
         ]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
+
+    def zeros(self, x: Tensor) -> Tensor:
+        """What forward returns, without its numbers: for shapes."""
+        return x.new_zeros(*x.shape[:-1], self.out_features)
 
     def subset(self, ids: Tensor) -> StoredLinear:
         """A copy with some of the outputs only: ids [M]."""
