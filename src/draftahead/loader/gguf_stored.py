@@ -89,7 +89,8 @@ class GgufWeights:
                     widened.append(f"{place.tensor.name} ({place.tensor.kind})")
             elif place.is_stored:
                 rows = torch.from_numpy(self._rows(place, file))
-                origin = Origin(self._path, place.tensor.name)
+                is_mapped = rows.data_ptr() == self._bytes(place.tensor, file).ctypes.data
+                origin = Origin(self._path, place.tensor.name, is_mapped)
                 stored[place.name] = Rows(rows, place.tensor.kind, origin)
             else:
                 rows = self._rows(place, file)

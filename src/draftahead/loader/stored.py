@@ -28,6 +28,8 @@ STORED_KINDS: dict[str, tuple[int, int]] = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
+# How kernels multiply quantized weights: with inputs in float32, or as integers of 24 or 8 bits.
+ACTIVATIONS = ("float32", "int24", "int8")
 # Weights that are widened at a time: more need more memory (4 bytes each, and as much again while
 # they are unpacked), fewer make more calls of torch per layer.
 SLICE_WEIGHTS = 1 << 21
@@ -39,6 +41,7 @@ class Origin(NamedTuple):
 
     path: Path
     name: str
+    is_mapped: bool = True  # whether the rows are the file's own bytes, mapped; else a copy
 
 
 def row_bytes(kind: str, num_weights: int) -> int:
@@ -213,6 +216,8 @@ class StoredLinear(_Stored):
     ) -> None:
         super().__init__(rows, kind, in_features, origin)
         self.in_features, self.out_features = in_features, len(rows)
+        # How our kernels multiply: see backends/cpu/panels.py.
+        self.activations = "float32"
         if bias is not None and bias.shape != (len(rows),):
             raise ValueError(f"a bias of shape {list(bias.shape)} for {len(rows)} outputs")
         bias = None if bias is None else bias.detach().float()
