@@ -51,14 +51,14 @@ inline int64_t row_bytes(const Weights& w) {
   return w.in_features / size.weights * size.bytes;
 }
 
-// Scales and minimums (6 bits each) of the eight sub-blocks of a Q4_K or Q5_K block.
-inline void sub_block_scales(const uint8_t* b, uint8_t* scales, uint8_t* minimums) {
-  uint32_t s[3], low = 0x3f3f3f3f, nibble = 0x0f0f0f0f, two = 0x03030303;
+// Eight scales, then eight minimums, of 6 bits each: of the sub-blocks of a Q4_K or Q5_K block.
+inline __attribute__((always_inline)) u8x16 sub_block_scales(const uint8_t* b) {
+  typedef uint32_t u32x4 __attribute__((vector_size(16)));
+  uint32_t s[3];
   std::memcpy(s, b + 4, sizeof s);  // the upper 2 bits of the last four lie above the first eight
-  const uint32_t parts[4] = {s[0] & low, (s[2] & nibble) | (s[0] >> 6 & two) << 4,  //
-                             s[1] & low, (s[2] >> 4 & nibble) | (s[1] >> 6 & two) << 4};
-  std::memcpy(scales, parts, 8);
-  std::memcpy(minimums, parts + 2, 8);
+  const uint32_t low = 0x3f3f3f3f, nibble = 0x0f0f0f0f, upper = 0x30303030;
+  return (u8x16)u32x4{s[0] & low, (s[2] & nibble) | (s[0] >> 2 & upper),  //
+                      s[1] & low, (s[2] >> 4 & nibble) | (s[1] >> 2 & upper)};
 }
 
 // --------------------------------------------------------------------------------------- float32
@@ -71,24 +71,24 @@ struct RowBlock {
   static constexpr bool IS_K = WEIGHTS == 256;
 
   const uint8_t* b;
-  alignas(64) float scales[IS_K ? 16 : 1], minimums[IS_K ? 16 : 1];  // of sub-blocks
+  // Of sub-blocks; of Q4_K and Q5_K, eight scales and eight minimums, which are negative.
+  alignas(64) float scales[IS_K ? 16 : 2];
 
   inline __attribute__((always_inline)) explicit RowBlock(const uint8_t* block) : b(block) {
     if (KIND == Q4_K || KIND == Q5_K) {
-      alignas(16) uint8_t parts[2][16] = {};
-      sub_block_scales(b, parts[0], parts[1]);
-      store(scales, from_u8(parts[0]) * broadcast(half_to_float(b)));
-      store(minimums, from_u8(parts[1]) * broadcast(half_to_float(b + 2)));
+      const f32x16 d = broadcast(half_to_float(b)), minimum = broadcast(-half_to_float(b + 2));
+      const i32x16 is_scale = {-1, -1, -1, -1, -1, -1, -1, -1};
+      store(scales, from_u8(sub_block_scales(b)) * (is_scale ? d : minimum));
     } else if (KIND == Q6_K) {
       store(scales, from_s8(b + 192) * broadcast(half_to_float(b + 208)));
-    } else if (IS_BLOCK) {
+    } else if (WEIGHTS == 32) {
       scales[0] = half_to_float(b);
-      if (KIND == Q4_1 || KIND == Q5_1) minimums[0] = half_to_float(b + 2);
+      if (KIND == Q4_1 || KIND == Q5_1) scales[1] = half_to_float(b + 2);
     }
   }
 
   // Pieces of 16 weights whose code differs: the others repeat it.
-  static constexpr int PIECES = IS_K ? 4 : WEIGHTS / 16;
+  static constexpr int PIECES = KIND == Q6_K ? 8 : IS_K ? 4 : WEIGHTS / 16;
 
   // Piece p + j, where p is a multiple of PIECES.
   inline __attribute__((always_inline)) f32x16 weights(int p, int j) const {
@@ -102,38 +102,61 @@ struct RowBlock {
       case Q4_0:
         return (nibbles(b + 2, j) - 8.0f) * scales[0];
       case Q4_1:
-        return multiply_add(nibbles(b + 4, j), broadcast(scales[0]), broadcast(minimums[0]));
+        return multiply_add(nibbles(b + 4, j), broadcast(scales[0]), broadcast(scales[1]));
       case Q5_0:
         return (five_bits(b + 6, b + 2, j) - 16.0f) * scales[0];
       case Q5_1:
-        return multiply_add(five_bits(b + 8, b + 4, j), broadcast(scales[0]),
-                            broadcast(minimums[0]));
+        return multiply_add(five_bits(b + 8, b + 4, j), broadcast(scales[0]), broadcast(scales[1]));
       case Q4_K: {
-        const f32x16 q = nibbles(b + 16 + 8 * p + 16 * (j % 2), j / 2);
-        const int sub = p / 2 + j / 2;
-        return multiply_add(q, broadcast(scales[sub]), broadcast(-minimums[sub]));
+        const uint8_t* q = b + 16 + 8 * p + 16 * (j % 2);
+        const f32x16 scale = broadcast(scales[p / 2 + j / 2]);
+        const f32x16 minimum = broadcast(scales[8 + p / 2 + j / 2]);
+#if defined(__AVX512F__)
+        // The 16 weights that a sub-block can have; two pieces look them up.
+        const f32x16 table = multiply_add(
+            f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, scale, minimum);
+        const __m512i bytes = _mm512_cvtepu8_epi32((__m128i)load_16_bytes(q));
+        const __m512i index = j / 2 ? _mm512_srli_epi32(bytes, 4) : bytes;  // its lowest four bits
+        return (f32x16)_mm512_permutexvar_ps(index, (__m512)table);
+#else
+        return multiply_add(nibbles(q, j / 2), scale, minimum);
+#endif
       }
       case Q5_K: {
         const int sub = p / 2 + j / 2;
         const u8x16 v = load_16_bytes(b + 48 + 8 * p + 16 * (j % 2));
-        const u8x16 high = load_16_bytes(b + 16 + 16 * (j % 2)) >> uint8_t(sub) & 1;
-        const f32x16 q = from_u8((j / 2 ? v >> 4 : v & 15) | high << 4);
-        return multiply_add(q, broadcast(scales[sub]), broadcast(-minimums[sub]));
+        const u8x16 high = load_16_bytes(b + 16 + 16 * (j % 2)), bit = u8x16{} + uint8_t(1 << sub);
+        const u8x16 sixteen = (u8x16)((high & bit) != 0) & 16;
+        const f32x16 q = from_u8((j / 2 ? v >> 4 : v & 15) | sixteen);
+        return multiply_add(q, broadcast(scales[sub]), broadcast(scales[8 + sub]));
       }
       default: {  // Q6_K
-        const int half = p / 8, upper = p / 4 % 2, at = 16 * (j % 2);
-        const u8x16 v = load_16_bytes(b + 64 * half + 32 * (j / 2) + at);
-        const u8x16 high =
-            load_16_bytes(b + 128 + 32 * half + at) >> uint8_t(4 * upper + j / 2 * 2) & 3;
-        const f32x16 q = from_u8((v >> uint8_t(4 * upper) & 15) | high << 4);
-        return (q - 32.0f) * scales[p + j];
+        const int half = p / 8, quarter = j / 2, at = 16 * (j % 2);
+        const u8x16 v = load_16_bytes(b + 64 * half + 32 * (quarter % 2) + at);
+        const u8x16 high = load_16_bytes(b + 128 + 32 * half + at);
+#if defined(__AVX512F__)
+        // Both parts of an integer are looked up as float32, by the lowest four bits of an index.
+        const __m512 low_part =
+            (__m512)f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const __m512 high_part =
+            (__m512)f32x16{-32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16};
+        const __m512i low_bytes = _mm512_cvtepu8_epi32((__m128i)v);
+        const __m512i high_bytes = _mm512_cvtepu8_epi32((__m128i)high);
+        const __m512i index = quarter > 1 ? _mm512_srli_epi32(low_bytes, 4) : low_bytes;
+        const f32x16 q =
+            (f32x16)_mm512_permutexvar_ps(index, low_part) +
+            (f32x16)_mm512_permutexvar_ps(_mm512_srli_epi32(high_bytes, 2 * quarter), high_part);
+        return q * scales[p + j];
+#else
+        const u8x16 bits =
+            (quarter < 2 ? high << (4 - 2 * quarter) : high >> (2 * quarter - 4)) & 48;
+        return (from_u8((quarter > 1 ? v >> 4 : v & 15) | bits) - 32.0f) * scales[p + j];
+#endif
       }
     }
   }
 
  private:
-  static constexpr bool IS_BLOCK = WEIGHTS == 32;
-
   static inline __attribute__((always_inline)) f32x16 nibbles(const uint8_t* q, int p) {
     const u8x16 v = load_16_bytes(q);
     return from_u8(p ? v >> 4 : v & 15);

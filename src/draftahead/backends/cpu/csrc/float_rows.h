@@ -112,7 +112,7 @@ inline __attribute__((always_inline)) void dot(const Weights& w, const FloatInpu
 #pragma GCC unroll 4
         for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(prefetch + i * stride + b, 0, 2);
       for (int p = 0; p < int(Block::WEIGHTS / 16); p += Block::PIECES)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < Block::PIECES; j++) {
           f32x16 weights[N];
 #pragma GCC unroll 8
@@ -285,7 +285,7 @@ Weights widened(const Weights& w, int64_t begin, int64_t end, std::vector<float>
       }
       const Block block(row);
       for (int p = 0; p < int(Block::WEIGHTS / 16); p += Block::PIECES)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < Block::PIECES; j++) store(out + k + 16 * (p + j), block.weights(p, j));
     }
   }

@@ -11,7 +11,7 @@
 //
 //   quantize_units: inputs of a token -> Unit<LIMBS>
 //   make_panel:     rows as in a GGUF file -> a panel
-//   panel_outputs:  panel_block<KIND, LIMBS, T> for few tokens, by tiles for many
+//   panel_outputs:  panel_block<KIND, LIMBS, T>, for up to max_panel_tokens at a time
 
 #pragma once
 
@@ -120,10 +120,6 @@ struct PanelKind {
   constexpr int64_t group_bytes() const { return scale_bytes + units * unit_bytes; }
 };
 
-// Tiles are panels that were unpacked for many tokens: scales as float32, integers as bytes. They
-// are of these kinds, by what is done with a unit's sums.
-enum TileKind : int64_t { TILE_OFFSET = 100, TILE_BYTE, TILE_MINIMUM, TILE_HALVES };
-
 constexpr PanelKind panel_kind(int64_t kind) {
   switch (kind) {
     case Q4_0:
@@ -143,7 +139,7 @@ constexpr PanelKind panel_kind(int64_t kind) {
     case Q6_K:
       return {8, 320, 384};
     default:
-      return {1, 128, 512};  // tiles
+      return {0, 0, 0};
   }
 }
 inline int64_t panel_bytes(int64_t kind, int64_t in) {
@@ -152,10 +148,10 @@ inline int64_t panel_bytes(int64_t kind, int64_t in) {
 }
 
 constexpr bool has_minimum(int64_t kind) {
-  return kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K || kind == TILE_MINIMUM;
+  return kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K;
 }
 // Whether each half of a unit has a scale.
-constexpr bool has_halves(int64_t kind) { return kind == Q6_K || kind == TILE_HALVES; }
+constexpr bool has_halves(int64_t kind) { return kind == Q6_K; }
 // Log 2 of what was added to a weight's integer so that it is not negative; 0: nothing.
 constexpr int offset_bits(int64_t kind) {
   switch (kind) {
@@ -164,12 +160,8 @@ constexpr int offset_bits(int64_t kind) {
     case Q5_0:
       return 4;
     case Q6_K:
-    case TILE_HALVES:
       return 5;
-    case TILE_OFFSET:
-      return 6;
     case Q8_0:
-    case TILE_BYTE:
       return 7;
     default:
       return 0;
@@ -179,7 +171,7 @@ constexpr int offset_bits(int64_t kind) {
 // The integers of a unit as bytes: integers[g], lane by lane, the inputs 4 g to 4 g + 3.
 template <int64_t KIND>
 inline __attribute__((always_inline)) void unit_integers(const uint8_t* data, u8x64* integers) {
-  if (KIND == Q8_0 || KIND >= TILE_OFFSET) {
+  if (KIND == Q8_0) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; g++) integers[g] = load_bytes(data + 64 * g);
     return;
@@ -228,12 +220,7 @@ struct GroupScales {
 
   inline __attribute__((always_inline)) UnitScales unit(int64_t i) const {
     UnitScales found = {};
-    if (KIND >= TILE_OFFSET) {
-      const float* stored = reinterpret_cast<const float*>(group);
-      found.scale[0] = load(stored);
-      if (has_halves(KIND)) found.scale[1] = load(stored + 16);
-      if (has_minimum(KIND)) found.negative_minimum = load(stored + 16);
-    } else if (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0) {
+    if (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0) {
       found.scale[0] = from_f16(group + 32 * i);
     } else if (KIND == Q4_1 || KIND == Q5_1) {
       found.scale[0] = from_f16(group);
@@ -366,40 +353,7 @@ void panel_block(const uint8_t* panel, int64_t num_units, const Unit<LIMBS>* uni
   for (int t = 0; t < T; t++) out[t] = sums[t];
 }
 
-// ------------------------------------------------------------------------------------ many tokens
-
-constexpr int64_t tile_kind(int64_t kind) {
-  return kind == Q8_0        ? TILE_BYTE
-         : has_minimum(kind) ? TILE_MINIMUM
-         : has_halves(kind)  ? TILE_HALVES
-                             : TILE_OFFSET;
-}
-
-// Unpacks a panel.
-template <int64_t KIND>
-void make_tile(const uint8_t* panel, int64_t num_units, uint8_t* tile) {
-  constexpr PanelKind kind = panel_kind(KIND);
-  // An offset is raised to that of TILE_OFFSET.
-  constexpr int raised = tile_kind(KIND) == TILE_OFFSET ? 64 - (1 << offset_bits(KIND)) : 0;
-  for (int64_t u = 0; u < num_units; u += kind.units, panel += kind.group_bytes()) {
-    const GroupScales<KIND> scales(panel);
-    prefetch_ahead(panel, kind.scale_bytes);
-    const uint8_t* data = panel + kind.scale_bytes;
-    const int64_t count = num_units - u < kind.units ? num_units - u : kind.units;
-    for (int64_t i = 0; i < count; i++, data += kind.unit_bytes) {
-      prefetch_ahead(data, kind.unit_bytes);
-      const UnitScales unit = scales.unit(i);
-      float* stored = reinterpret_cast<float*>(tile);
-      store(stored, unit.scale[0]);
-      store(stored + 16, has_halves(KIND) ? unit.scale[1] : unit.negative_minimum);
-      u8x64 integers[8];
-      unit_integers<KIND>(data, integers);
-#pragma GCC unroll 8
-      for (int g = 0; g < 8; g++) store_bytes64(tile + 128 + 64 * g, integers[g] + uint8_t(raised));
-      tile += panel_kind(TILE_OFFSET).group_bytes();
-    }
-  }
-}
+// ---------------------------------------------------------------------------------------- outputs
 
 // Tokens of one pass over a panel: their sums and limbs fit 32 registers.
 constexpr int64_t max_panel_tokens(int limbs) { return limbs == 1 ? 8 : 4; }
@@ -407,11 +361,11 @@ constexpr int64_t max_panel_tokens(int limbs) { return limbs == 1 ? 8 : 4; }
 template <int LIMBS>
 using PanelBlock = void (*)(const uint8_t*, int64_t, const Unit<LIMBS>*, int64_t, f32x16*);
 
-// By the number of tokens.
+// By the number of tokens; for the first ones of more than max_panel_tokens.
 template <int64_t KIND, int LIMBS>
 PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
-  constexpr int MORE = LIMBS == 1;  // other limbs have no blocks of 5 to 8 tokens
-  switch (num_tokens) {
+  constexpr int most = max_panel_tokens(LIMBS);
+  switch (num_tokens < most ? num_tokens : most) {
     case 1:
       return panel_block<KIND, LIMBS, 1>;
     case 2:
@@ -421,13 +375,13 @@ PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
     case 4:
       return panel_block<KIND, LIMBS, 4>;
     case 5:
-      return panel_block < KIND, LIMBS, MORE ? 5 : 1 > ;
+      return panel_block < KIND, LIMBS, most < 5 ? 1 : 5 > ;
     case 6:
-      return panel_block < KIND, LIMBS, MORE ? 6 : 1 > ;
+      return panel_block < KIND, LIMBS, most < 6 ? 1 : 6 > ;
     case 7:
-      return panel_block < KIND, LIMBS, MORE ? 7 : 1 > ;
+      return panel_block < KIND, LIMBS, most < 7 ? 1 : 7 > ;
     default:
-      return panel_block < KIND, LIMBS, MORE ? 8 : 1 > ;
+      return panel_block<KIND, LIMBS, most>;
   }
 }
 
@@ -444,57 +398,34 @@ inline void write_panel(const Weights& w, const f32x16* sums, int64_t num_tokens
   }
 }
 
-// Tokens that share an unpacked panel: their inputs stay in the second-level cache. More would be
-// read from further away for every panel; fewer unpack panels more often.
-constexpr int64_t TILE_TOKENS = 64;
-// Units of a tile: it stays in the first-level cache beside the inputs of a block of tokens. Longer
-// tiles fall out of it; shorter ones load and store sums more often.
-constexpr int64_t TILE_UNITS = 24;
-
-// 16 outputs, from n on, of many tokens.
-template <int64_t KIND, int LIMBS>
-void tiled_outputs(const Weights& w, const Unit<LIMBS>* units, int64_t num_tokens, float* y,
-                   int64_t stride, int64_t n, Output output) {
-  constexpr int64_t most = max_panel_tokens(LIMBS), group = panel_kind(KIND).units;
-  constexpr int64_t tile_bytes = panel_kind(TILE_OFFSET).group_bytes();
-  const int64_t num_units = w.in_features / UNIT;
-  const uint8_t* panel =
-      static_cast<const uint8_t*>(w.panels) + n / LANES * panel_bytes(KIND, w.in_features);
-  alignas(64) uint8_t tile[TILE_UNITS * tile_bytes];
-  f32x16 sums[TILE_TOKENS] = {};
-  for (int64_t u = 0; u < num_units; u += TILE_UNITS) {
-    const int64_t count = num_units - u < TILE_UNITS ? num_units - u : TILE_UNITS;
-    make_tile<KIND>(panel + u / group * panel_kind(KIND).group_bytes(), count, tile);
-    for (int64_t t = 0; t < num_tokens; t += most) {
-      const int64_t some = num_tokens - t < most ? num_tokens - t : most;
-      panel_block_of<tile_kind(KIND), LIMBS>(some)(tile, count, units + t * num_units + u,
-                                                   num_units, sums + t);
-    }
-  }
-  write_panel(w, sums, num_tokens, y, stride, n, output);
-}
+// Tokens that use a part of a panel before the next part is read. Of more, the inputs would be read
+// from further away than the second-level cache; fewer read the panel more often.
+constexpr int64_t SHARING_TOKENS = 64;
+// Units of such a part: it stays in the first-level cache beside the inputs of a block of tokens.
+// Longer parts fall out of it; shorter ones load and store sums more often.
+constexpr int64_t PART_UNITS = 24;
 
 // Outputs [begin, end) of tokens whose units lie token by token; begin is a multiple of LANES.
 template <int64_t KIND, int LIMBS>
 void panel_outputs(const Weights& w, const void* inputs, int64_t num_tokens, float* y,
                    int64_t stride, int64_t begin, int64_t end, Output output) {
-  const Unit<LIMBS>* units = static_cast<const Unit<LIMBS>*>(inputs);
+  constexpr int64_t most = max_panel_tokens(LIMBS);
+  constexpr PanelKind kind = panel_kind(KIND);
   const int64_t num_units = w.in_features / UNIT, size = panel_bytes(KIND, w.in_features);
-  if (num_tokens <= max_panel_tokens(LIMBS)) {
-    const PanelBlock<LIMBS> block = panel_block_of<KIND, LIMBS>(num_tokens);
-    const uint8_t* panels = static_cast<const uint8_t*>(w.panels);
+  const int64_t part = num_tokens > most ? PART_UNITS : num_units;
+  for (int64_t first = 0; first < num_tokens; first += SHARING_TOKENS) {
+    const Unit<LIMBS>* units = static_cast<const Unit<LIMBS>*>(inputs) + first * num_units;
+    const int64_t count = num_tokens - first < SHARING_TOKENS ? num_tokens - first : SHARING_TOKENS;
     for (int64_t n = begin; n < end; n += LANES) {
-      f32x16 sums[max_panel_tokens(LIMBS)] = {};
-      block(panels + n / LANES * size, num_units, units, num_units, sums);
-      write_panel(w, sums, num_tokens, y, stride, n, output);
+      const uint8_t* panel = static_cast<const uint8_t*>(w.panels) + n / LANES * size;
+      f32x16 sums[SHARING_TOKENS];
+      for (int64_t t = 0; t < count; t++) sums[t] = f32x16{};
+      for (int64_t u = 0; u < num_units; u += part, panel += part / kind.units * kind.group_bytes())
+        for (int64_t t = 0; t < count; t += most)
+          panel_block_of<KIND, LIMBS>(count - t)(panel, num_units - u < part ? num_units - u : part,
+                                                 units + t * num_units + u, num_units, sums + t);
+      write_panel(w, sums, count, y + first * stride, stride, n, output);
     }
-    return;
-  }
-  for (int64_t t = 0; t < num_tokens; t += TILE_TOKENS) {
-    const int64_t count = num_tokens - t < TILE_TOKENS ? num_tokens - t : TILE_TOKENS;
-    for (int64_t n = begin; n < end; n += LANES)
-      tiled_outputs<KIND, LIMBS>(w, units + t * num_units, count, y + t * stride, stride, n,
-                                 output);
   }
 }
 
@@ -537,13 +468,12 @@ inline void pack_scales(int64_t kind, const uint8_t* b, int64_t lane, int64_t un
       return;
     case Q4_K:
     case Q5_K: {
-      uint8_t scales[8], minimums[8];
-      sub_block_scales(b, scales, minimums);
+      const u8x16 scales = sub_block_scales(b);
       copy_half(b, 0);
       copy_half(b + 2, 32);
       for (int i = 0; i < 8; i++) {
         to[64 + 32 * i + lane] = scales[i];
-        to[80 + 32 * i + lane] = minimums[i];
+        to[80 + 32 * i + lane] = scales[8 + i];
       }
       return;
     }
