@@ -23,24 +23,10 @@ from draftahead.loader.stored import (
     weight_of,
     widened,
 )
+from tiny_gguf import HALVES, random_rows
 
 # Bits of half-precision scales: zeros, subnormals, the largest, infinities, NaN; also of bfloat16.
 EXTREME = [0, 0x8000, 1, 0x83FF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x7FC0, 0xFF80, 0x3C00]
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-
-
-def random_rows(kind: str, count: int, blocks: int, seed: int = 0) -> np.ndarray:
-    """Bytes of valid blocks with moderate scales."""
-    rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, (count, blocks, STORED_KINDS[kind][1]), dtype=np.uint8)
-    if kind in ("BF16", "F16"):
-        numbers = rng.standard_normal((count, blocks)).astype(np.float32)
-        stated = GGMLQuantizationType[kind]
-        return np.ascontiguousarray(gguf.quantize(numbers, stated)).view(np.uint8)
-    for at in HALVES.get(kind, (0,)):
-        scales = (rng.standard_normal((count, blocks, 1)) * 0.01).astype(np.float16)
-        data[..., at : at + 2] = scales.view(np.uint8)
-    return data.reshape(count, -1)
 
 
 def expected(rows: np.ndarray, kind: str) -> np.ndarray:
