@@ -24,6 +24,7 @@ from draftahead.errors import ConfigError, DraftaheadError
 from draftahead.inputs import Conversation, Inputs, Prompt, as_conversations, as_prompts
 from draftahead.loader import embedded, hub
 from draftahead.loader.progress import ProgressCallback, no_progress
+from draftahead.loader.stored import stored_layers
 from draftahead.models.verifier import Verifier
 from draftahead.outputs import Stream, TokenTexts
 
@@ -40,10 +41,12 @@ class Loader:
     def __call__(self, name: str) -> tuple[Any, Any]:
         """The model and its tokenizer."""
         if name not in self._loaded:
-            config = self._config
+            config, dtype = self._config, self._config.dtype
+            if config.quantize is not None and dtype is None:  # from float weights
+                dtype = hub.resolve_dtype(None, hub.resolve_device(config.device))
             model, tokenizer = hub.load(
                 name,
-                dtype=config.dtype,
+                dtype=dtype,
                 device=config.device,
                 revision=config.revision if name == str(config.model) else None,
                 trust_remote_code=config.trust_remote_code,
@@ -287,6 +290,8 @@ class LLM:
         config, runner = self.config, self.engine.verifier.runner
         choice, cache = runner.backend_choice, runner.cache
         dtype = str(self.model.dtype).removeprefix("torch.")
+        if kinds := sorted({layer.kind for layer in stored_layers(self.model)}):
+            dtype += f" over weights as stored ({', '.join(kinds)})"
         drafter = "adaptive" if self.engine.adaptive else "fixed size"
         found = [
             f"model: {type(self.model).__name__}, {config.quantize or dtype} on {runner.device}",

@@ -13,27 +13,20 @@ import torch
 from gguf import GGMLQuantizationType
 from torch.nn import functional as F
 
-from draftahead.errors import ConfigError
 from draftahead.loader import stored
-from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear, dequantize
+from draftahead.loader.stored import (
+    STORED_KINDS,
+    StoredEmbedding,
+    StoredLinear,
+    dequantize,
+    float_state,
+    weight_of,
+    widened,
+)
+from tiny_gguf import HALVES, random_rows
 
 # Bits of half-precision scales: zeros, subnormals, the largest, infinities, NaN; also of bfloat16.
 EXTREME = [0, 0x8000, 1, 0x83FF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x7FC0, 0xFF80, 0x3C00]
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-
-
-def random_rows(kind: str, count: int, blocks: int, seed: int = 0) -> np.ndarray:
-    """Bytes of valid blocks with moderate scales."""
-    rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, (count, blocks, STORED_KINDS[kind][1]), dtype=np.uint8)
-    if kind in ("BF16", "F16"):
-        numbers = rng.standard_normal((count, blocks)).astype(np.float32)
-        stated = GGMLQuantizationType[kind]
-        return np.ascontiguousarray(gguf.quantize(numbers, stated)).view(np.uint8)
-    for at in HALVES.get(kind, (0,)):
-        scales = (rng.standard_normal((count, blocks, 1)) * 0.01).astype(np.float16)
-        data[..., at : at + 2] = scales.view(np.uint8)
-    return data.reshape(count, -1)
 
 
 def expected(rows: np.ndarray, kind: str) -> np.ndarray:
@@ -143,11 +136,24 @@ def test_rows_of_another_size_are_refused() -> None:
         StoredLinear(rows, "Q4_K", 256, bias=torch.zeros(3))
 
 
-def test_weights_are_neither_found_nor_saved_by_accident() -> None:
+def test_weights_are_not_found_by_accident() -> None:
     layer = StoredLinear(torch.from_numpy(random_rows("Q4_K", 2, 1)), "Q4_K", 256)
     assert not hasattr(layer, "weight")
     with pytest.raises(AttributeError, match=r"kept as they are stored \(Q4_K\).*dtype='float32'"):
         _ = layer.weight
-    with pytest.raises(ConfigError, match="cannot be saved"):
-        torch.nn.Sequential(layer).state_dict()
     assert copy.deepcopy(layer).rows.data_ptr() != layer.rows.data_ptr()
+
+
+def test_a_state_dict_holds_numbers_that_torch_can_load() -> None:
+    rows, bias = torch.from_numpy(random_rows("Q5_K", 3, 1)), torch.randn(3)
+    layer = StoredLinear(rows, "Q5_K", 256, bias=bias)
+    embedding = StoredEmbedding(rows, "Q5_K", 256)
+    state = torch.nn.ModuleList([layer, embedding]).state_dict()
+    plain = torch.nn.ModuleList([torch.nn.Linear(256, 3), torch.nn.Embedding(3, 256)])
+    plain.load_state_dict(state)
+    x, ids = torch.randn(2, 256), torch.tensor([2, 0])
+    torch.testing.assert_close(plain[0](x), layer(x))
+    assert torch.equal(plain[1](ids), embedding(ids))
+    assert dict(float_state(layer)).keys() == {"weight", "bias"}
+    assert torch.equal(widened(layer)(x), plain[0](x))
+    assert torch.equal(weight_of(layer, ids), weight_of(plain[0], ids))

@@ -6,7 +6,7 @@ Bound are backends (addresses, constants, graphs); computed are the KV entries o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftahead.backends.own_code import Code, autocast_of, code_of, functions_of, global_hooks
+from draftahead.loader.stored import stored_layers
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _PARTS = ("_modules", "_parameters", "_buffers")
@@ -51,7 +52,10 @@ class ModelFingerprint:
         self._configs = [vars(c) for c in configs.values() if hasattr(c, "__dict__")]
         self._configs_before = copy.deepcopy(self._effects())
         self._code = _CodeFingerprint(code_of(model))
-        self._tensors = _Tensors(t for module in steady for t in _tensors_of(module))
+        self._tensors = _Tensors(
+            (t for module in steady for t in _tensors_of(module)),
+            mapped={id(layer.rows) for layer in stored_layers(model)},
+        )
 
     def holds(self) -> bool:
         return (
@@ -117,14 +121,16 @@ class _Tensors:
     A tensor's version counts changes in place. Writes through `tensor.data` are not counted, nor
     those to tensors made in inference mode; so a few numbers of each tensor on the CPU are compared
     too, which shows changes of whole tensors, as by a merged adapter. Single numbers written
-    through `data` are not noticed, and on a GPU none.
+    through `data` are not noticed, and on a GPU none. Of `mapped` tensors (their ids) no numbers
+    are compared: each would bring pages of a file into memory that are not needed otherwise.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, mapped: Set[int] = frozenset()) -> None:
         self._tensors = list({id(t): t for t in tensors if _has_memory(t)}.values())
         self._counted = [t for t in self._tensors if not t.is_inference()]
         self._before = self._state()
-        self._samples = [s for t in self._tensors if (s := _sample(t)) is not None]
+        sampled = [t for t in self._tensors if id(t) not in mapped]
+        self._samples = [s for t in sampled if (s := _sample(t)) is not None]
         self._sampled = [sample.tobytes() for sample in self._samples]
 
     def are_unchanged(self) -> bool:

@@ -1,14 +1,15 @@
-"""A model's modules: its decoder layers, and forwards patched in for a time."""
+"""A model's modules: its decoder layers, parts of its LM head, and forwards patched for a time."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from draftahead.errors import ConfigError
 
@@ -24,6 +25,19 @@ def layers_of(model: Any) -> list[Any]:
 def is_patched(module: Any) -> bool:
     """Whether a module has hooks or a forward of its own: our kernels would leave them out."""
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def output_subset(layer: Any, ids: Tensor) -> Any:
+    """A copy of a linear layer with some of its outputs only: ids [M]."""
+    if hasattr(layer, "subset"):  # quantized, or as stored
+        return layer.subset(ids)
+    subset = copy.copy(layer)
+    subset._parameters = {
+        name: None if p is None else nn.Parameter(p.detach()[ids], requires_grad=False)
+        for name, p in layer._parameters.items()
+    }
+    subset.out_features = len(ids)
+    return subset
 
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()

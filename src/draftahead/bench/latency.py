@@ -15,6 +15,7 @@ import torch
 
 from draftahead.bench.machine import memory_read, timed
 from draftahead.loader.progress import progress_bar
+from draftahead.loader.stored import StoredEmbedding, StoredLinear
 from draftahead.models.runner import ModelRunner
 
 NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 32)  # of the forward passes that are timed
@@ -85,10 +86,16 @@ def weight_bytes(model: Any) -> int:
     """Bytes that a forward pass must read: all weights but an embedding that is not the LM head."""
     tensors = [*model.parameters(), *model.buffers()]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    if head is None or head.weight.data_ptr() != embedding.data_ptr():
-        sizes.pop(embedding.data_ptr(), None)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or _address(head) != _address(embedding):
+        sizes.pop(_address(embedding), None)
     return sum(sizes.values())
+
+
+def _address(layer: Any) -> int:
+    """Of its weights."""
+    is_stored = isinstance(layer, StoredLinear | StoredEmbedding)
+    return int((layer.rows if is_stored else layer.weight).data_ptr())
 
 
 def interpolated(

@@ -30,17 +30,18 @@ class GgufConfig:
         self.architecture = str(header.metadata.get("general.architecture"))
         # Architectures of transformers' newer code, which is quick and wants all of the file.
         self.is_legacy = self.architecture not in getattr(newer, "GGUF_CONFIG_ARCHS", ())
-        self.parsed: dict[str, Any] = {}
-        if self.is_legacy:
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                small = Path(folder) / "model.gguf"
-                small.write_bytes(_without_vocabulary(path, header, self.architecture))
-                self.parsed = legacy.load_gguf_checkpoint(str(small))["config"]
-                if SIZE_OF_VOCABULARY in self.parsed:
-                    self.config = _config_of(small)
-                    return
-            self.parsed = legacy.load_gguf_checkpoint(str(path))["config"]  # it counts the tokens
-        self.config = _config_of(path)
+        self.parsed: dict[str, Any] = {}  # by its older code
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            source = path
+            if self.is_legacy:
+                source = Path(folder) / "model.gguf"
+                source.write_bytes(_without_vocabulary(path, header, self.architecture))
+                self.parsed = legacy.load_gguf_checkpoint(str(source))["config"]
+                if SIZE_OF_VOCABULARY not in self.parsed:  # a few kinds count the tokens
+                    source = path
+                    self.parsed = legacy.load_gguf_checkpoint(str(path))["config"]
+            self.config = _config_of(source)
+        self.config.name_or_path = str(path)
 
     def processor(self) -> Any:
         """What transformers does to the numbers of each tensor."""

@@ -35,7 +35,7 @@ class _Placed(NamedTuple):
     """A tensor of the file, and what it becomes."""
 
     tensor: GgufTensor
-    name: str  # in the model
+    name: str | None  # in the model; None: the processor knows where its numbers go, or it has none
     order: np.ndarray | None  # of its rows, as the model has them; None: widened
     is_stored: bool  # in the rows of a layer; else in float32
 
@@ -57,12 +57,12 @@ class GgufWeights:
         self._names = settings.names(model, self._processor)
         plain = storable(model)
         self._placed = [
-            self._place(tensor, self._names[tensor.name], plain)
-            for tensor in header.tensors
-            if tensor.name in self._names
+            self._place(tensor, self._names.get(tensor.name), plain) for tensor in header.tensors
         ]
 
-    def _place(self, tensor: GgufTensor, name: str, plain: dict[str, Tensor]) -> _Placed:
+    def _place(self, tensor: GgufTensor, name: str | None, plain: dict[str, Tensor]) -> _Placed:
+        if name is None:
+            return _Placed(tensor, name, None, False)
         is_stored = name in plain and tensor.kind in STORED_KINDS
         may_be_mapped = is_stored or (tensor.kind == "F32" and len(tensor.shape) == 2)
         order = _row_order(self._processor, tensor) if may_be_mapped else None
@@ -76,30 +76,36 @@ class GgufWeights:
     def load(self, progress: ProgressCallback) -> Any:
         """The model, filled."""
         shapes = shapes_of(self._model)
-        stated = {p.name: torch.Size(p.tensor.shape[::-1]) for p in self._placed if p.is_stored}
+        stated = {
+            str(place.name): torch.Size(place.tensor.shape[::-1])
+            for place in self._placed
+            if place.is_stored
+        }
         refuse_misshapen(self._path, stated, shapes)
         file = MappedFile(self._path)
         parsed: dict[str, Any] = {"tensors": {}}
         stored, tensors, widened = dict[str, Rows](), dict[str, Tensor](), list[str]()
         for index, place in enumerate(self._placed):
             progress(f"loading {self._path.name}", index / len(self._placed))
-            if place.order is None:
-                tensors |= self._widened(place, file, parsed)
-                if len(place.tensor.shape) > 1 and place.tensor.kind != "F32":
+            if place.name is None or place.order is None:
+                found = self._widened(place.tensor, file, parsed)
+                tensors |= found or {}
+                is_matrix = len(place.tensor.shape) > 1 and place.tensor.kind != "F32"
+                if found is not None and is_matrix:
                     widened.append(f"{place.tensor.name} ({place.tensor.kind})")
-            elif place.is_stored:
-                rows = torch.from_numpy(self._rows(place, file))
-                is_mapped = rows.data_ptr() == self._bytes(place.tensor, file).ctypes.data
+                continue
+            rows = self._rows(place.tensor, place.order, file)
+            if place.is_stored:
+                is_mapped = rows.ctypes.data == self._bytes(place.tensor, file).ctypes.data
                 origin = Origin(self._path, place.tensor.name, is_mapped)
-                stored[place.name] = Rows(rows, place.tensor.kind, origin)
+                stored[place.name] = Rows(torch.from_numpy(rows), place.tensor.kind, origin)
             else:
-                rows = self._rows(place, file)
                 tensors[place.name] = torch.from_numpy(_aligned(rows).view(np.float32))
         tensors |= {name: tensor.float() for name, tensor in parsed["tensors"].items()}
         refuse_misshapen(self._path, {name: t.shape for name, t in tensors.items()}, shapes)
         missing = fill(self._model, tensors, stored)
-        found = {"missing_keys": missing, "mismatched_keys": (), "unexpected_keys": ()}
-        check_loaded(self._path, self._model, found)
+        info = {"missing_keys": missing, "mismatched_keys": (), "unexpected_keys": ()}
+        check_loaded(self._path, self._model, info)
         require_runs(self._model)
         if widened:
             log.warning("%s: widened to float32: %s", self._path.name, some(widened))
@@ -111,29 +117,32 @@ class GgufWeights:
         outer = tensor.shape[:0:-1]
         return file.bytes[start : start + tensor.num_bytes].reshape(*outer, -1)
 
-    def _rows(self, place: _Placed, file: MappedFile) -> Any:
-        rows, order = self._bytes(place.tensor, file), place.order
-        if order is None or np.array_equal(order, np.arange(len(order))):
+    def _rows(self, tensor: GgufTensor, order: np.ndarray, file: MappedFile) -> Any:
+        rows = self._bytes(tensor, file)
+        if np.array_equal(order, np.arange(len(order))):
             return rows
         rows = rows[order]  # a copy, and what it was made from is not needed again
-        self._release(place.tensor, file)
+        self._release(tensor, file)
         return rows
 
     def _widened(
-        self, place: _Placed, file: MappedFile, parsed: dict[str, Any]
-    ) -> dict[str, Tensor]:
-        """A tensor in float32, as transformers converts it. What becomes a part of another one is
-        left in `parsed`."""
-        kind = gguf.GGMLQuantizationType[place.tensor.kind]
+        self, tensor: GgufTensor, file: MappedFile, parsed: dict[str, Any]
+    ) -> dict[str, Tensor] | None:
+        """A tensor in float32, as transformers converts it; None if the model does not need it.
+        What becomes a part of another one is left in `parsed`."""
         result = self._processor.process(
-            weights=gguf.dequantize(self._bytes(place.tensor, file), kind),
-            name=place.tensor.name,
+            weights=gguf.dequantize(
+                self._bytes(tensor, file), gguf.GGMLQuantizationType[tensor.kind]
+            ),
+            name=tensor.name,
             tensor_key_mapping=self._names,
             parsed_parameters=parsed,
         )
-        self._release(place.tensor, file)
-        if result.name not in self._names:
+        self._release(tensor, file)
+        if result.name is None:
             return {}
+        if result.name not in self._names:
+            return None
         numbers = np.array(result.weights, dtype=np.float32)  # a copy
         return {self._names[result.name]: torch.from_numpy(numbers)}
 

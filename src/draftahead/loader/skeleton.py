@@ -184,10 +184,11 @@ def _with_owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any
 
 @torch.no_grad()
 def _initialized(module: nn.Module, owner: Any, names: list[str], start: int) -> list[Tensor]:
+    buffers: dict[str, Any] = module._buffers
     for name in names:
-        module._buffers[name] = torch.full_like(module._buffers[name], start, device="cpu")
+        buffers[name] = torch.full_like(buffers[name], start, device="cpu")
     owner._init_weights(module)  # parameters have no memory yet: nothing happens to them
-    return [module._buffers[name].clone() for name in names]
+    return [buffers[name].clone() for name in names]
 
 
 # ---------------------------------------------------------------------------------------- a trial

@@ -5,15 +5,13 @@ float32 from slices that are widened one at a time."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from draftahead.errors import ConfigError
 
 # Weights per block and bytes per block, by the GGUF names of the formats. A row is whole blocks.
 STORED_KINDS: dict[str, tuple[int, int]] = {
@@ -71,11 +69,16 @@ def _half(blocks: Tensor, at: int) -> Tensor:
     return blocks[..., at : at + 2].view(torch.float16).float()
 
 
+def _split(x: Tensor, *sizes: int) -> Tensor:
+    """The last dimension as several."""
+    return x.view(*x.shape[:-1], *sizes)
+
+
 def _bits(packed: Tensor, width: int, shifts: tuple[int, ...], mask: int) -> Tensor:
     """Numbers of a few bits: of each `width` bytes first those at the first shift. [..., n] ->
     [..., n * len(shifts)] uint8."""
     by_shift = torch.tensor(shifts, dtype=torch.uint8, device=packed.device)[:, None]
-    grouped = packed.unflatten(-1, (-1, 1, width))
+    grouped = _split(packed, -1, 1, width)
     return ((grouped >> by_shift) & mask).flatten(-3)
 
 
@@ -108,7 +111,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Q4_K and Q5_K: the scale and the minimum of each 32 weights, [..., 8, 1] each. Bytes 4 to 15
     hold 6 bits of each: of the first four of both in one byte, of the others in two."""
-    scale, least, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scale, least, rest = _split(blocks[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat([scale & 63, (rest & 15) | ((scale >> 2) & 48)], -1)
     mins = torch.cat([least & 63, (rest >> 4) | ((least >> 2) & 48)], -1)
     scaled = _half(blocks, 0) * scales.float(), _half(blocks, 2) * mins.float()
@@ -118,14 +121,14 @@ def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _q4_k(blocks: Tensor) -> Tensor:
     scales, mins = _scales_and_mins(blocks)
     quants = _bits(blocks[..., 16:], 32, (0, 4), 15).float()
-    return (scales * quants.unflatten(-1, (8, 32)) - mins).flatten(-2)
+    return (scales * _split(quants, 8, 32) - mins).flatten(-2)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     scales, mins = _scales_and_mins(blocks)
     high = _bits(blocks[..., 16:48], 32, tuple(range(8)), 1)
     quants = (_bits(blocks[..., 48:], 32, (0, 4), 15) | (high << 4)).float()
-    return (scales * quants.unflatten(-1, (8, 32)) - mins).flatten(-2)
+    return (scales * _split(quants, 8, 32) - mins).flatten(-2)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     low = _bits(blocks[..., :128], 64, (0, 4), 15)
     high = _bits(blocks[..., 128:192], 32, (0, 2, 4, 6), 3)
     quants = (low | (high << 4)).float() - 32
-    return (scales * quants.unflatten(-1, (16, 16))).flatten(-2)
+    return (scales * _split(quants, 16, 16)).flatten(-2)
 
 
 _DEQUANTIZE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -195,9 +198,14 @@ class _Stored(nn.Module):
             raise AttributeError(stated.format(self.kind))
         return super().__getattr__(name)
 
-    def _save_to_state_dict(self, *_: Any) -> NoReturn:
-        # Bytes under another name would look like a saved model and could not be loaded.
-        raise ConfigError(f"this model cannot be saved: {NOT_WIDENED.format(self.kind)}")
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """As of a layer of torch: bytes would look like a saved model and could not be loaded."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.dequantized()
+        if (bias := self._buffers.get("bias")) is not None:
+            destination[f"{prefix}bias"] = bias
 
 
 class StoredLinear(_Stored):
@@ -278,10 +286,37 @@ class StoredEmbedding(_Stored):
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.kind}"
 
 
-def weight_of(layer: Any) -> Tensor:
-    """The weights of a linear layer or embedding as numbers: a copy in float32 of stored ones."""
-    weight: Tensor = layer.dequantized() if isinstance(layer, _Stored) else layer.weight
-    return weight
+def weight_of(layer: Any, ids: Tensor | None = None) -> Tensor:
+    """The weights of a linear layer or embedding as numbers, or the rows `ids` [M] of them: a copy
+    in float32 of stored ones."""
+    if isinstance(layer, _Stored):
+        return layer.dequantized(ids)
+    weight: Tensor = layer.weight
+    return weight if ids is None else weight[ids]
+
+
+def widened(layer: Any) -> Any:
+    """A float32 layer of torch in place of a stored one; others as they are."""
+    if not isinstance(layer, StoredLinear):
+        return layer
+    has_bias = layer.bias is not None
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device="meta")
+    linear.weight = nn.Parameter(layer.dequantized(), requires_grad=False)
+    if layer.bias is not None:
+        linear.bias = nn.Parameter(layer.bias.float(), requires_grad=False)
+    return linear.train(layer.training)
+
+
+def float_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What state_dict holds, one tensor at a time, because those of stored layers are made for it;
+    tied ones once."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        owner, _, leaf = name.rpartition(".")
+        stored = module.get_submodule(owner)
+        if leaf == "rows" and isinstance(stored, _Stored):
+            yield (f"{owner}.weight" if owner else "weight"), stored.dequantized()
+        else:
+            yield name, tensor
 
 
 def stored_layers(model: nn.Module) -> list[StoredLinear | StoredEmbedding]:

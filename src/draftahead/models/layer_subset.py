@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from draftahead.backends.base import Backend
 from draftahead.backends.cpu.decoder import CpuDecoder, ExitTransform
-from draftahead.backends.cpu.linear import Int8Linear, output_subset
-from draftahead.backends.modules import layers_of, patched_forwards
+from draftahead.backends.cpu.linear import Int8Linear
+from draftahead.backends.modules import layers_of, output_subset, patched_forwards
 from draftahead.errors import ConfigError
+from draftahead.loader.stored import StoredLinear
 from draftahead.models.support import text_config
 from draftahead.sampling.draft_sampler import scatter_to_vocab
 
@@ -46,7 +47,7 @@ class LayerSubset:
         self.exit_transform = exit_transform
         self.vocab_size = int(text_config(model).vocab_size)
         self._whole_head: Any = model.get_output_embeddings()
-        is_linear = type(self._whole_head) in (nn.Linear, Int8Linear)
+        is_linear = type(self._whole_head) in (nn.Linear, Int8Linear, StoredLinear)
         self.draft_to_target = draft_to_target if is_linear else None
         self.head: Any = (
             None

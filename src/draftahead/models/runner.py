@@ -25,7 +25,7 @@ from draftahead.backends.cuda.compaction import GraphedCompaction
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.padding import Padding
 from draftahead.backends.fingerprint import ModelFingerprint
-from draftahead.backends.modules import lock_of
+from draftahead.backends.modules import lock_of, patched_forwards
 from draftahead.backends.own_code import autocast_of
 from draftahead.backends.select import select_backend
 from draftahead.core import tree
@@ -35,6 +35,7 @@ from draftahead.core.types import ForwardOutput
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache, KVShapeProbe
+from draftahead.loader.stored import StoredLinear, stored_layers
 from draftahead.models import support
 from draftahead.models.layer_subset import LayerSubset, aux_hidden_states
 from draftahead.models.support import text_config
@@ -387,7 +388,10 @@ class ModelRunner:
         probe, calls = KVShapeProbe(), dict[int, dict[str, Any]]()
         one = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         try:
-            with torch.autocast(self.device.type, enabled=False):  # the dtype without it
+            with (
+                torch.autocast(self.device.type, enabled=False),  # the dtype without it
+                patched_forwards(self._stored_products()),  # numbers do not count: it may be slow
+            ):
                 self._model_forward(
                     one, one, one[:, None, None], probe, False, attention_calls=calls
                 )
@@ -400,6 +404,12 @@ class ModelRunner:
             )
         self._attention_options = calls
         return probe
+
+    def _stored_products(self) -> list[tuple[Any, Callable[..., Any]]]:
+        """Layers that widen their weights in each forward, if no kernel runs them, beside what they
+        return without the numbers."""
+        layers = [layer for layer in stored_layers(self.model) if isinstance(layer, StoredLinear)]
+        return [(layer, layer.zeros) for layer in layers if "forward" not in vars(layer)]
 
     @torch.inference_mode()
     def _choose_backend(self, slot: int = 0) -> Backend | None:

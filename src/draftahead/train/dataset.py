@@ -27,6 +27,7 @@ from draftahead.bench.prompts import BenchPrompt
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.drafters.head_files import write_tensors
 from draftahead.errors import ConfigError
+from draftahead.loader.stored import weight_of
 
 if TYPE_CHECKING:
     from draftahead.llm import LLM
@@ -177,7 +178,9 @@ def _check_settings(
 
 def model_digest(model: Any) -> str:
     """Identifies a model by its first embeddings, wherever it was loaded from."""
-    rows = model.get_input_embeddings().weight.detach()[:64].float().cpu()
+    embedding = model.get_input_embeddings()
+    first = torch.arange(min(64, embedding.num_embeddings), device=model.device)
+    rows = weight_of(embedding, first).detach().float().cpu()
     return hashlib.sha256(rows.numpy().tobytes()).hexdigest()
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from draftahead.backends.modules import layers_of
 from draftahead.errors import ConfigError
 from draftahead.loader.progress import quiet_transformers
+from draftahead.loader.stored import float_state
 from draftahead.models.support import text_config
 from draftahead.train.batches import TrainBatch
 from draftahead.train.task import NextTokenTask
@@ -91,10 +92,10 @@ def _resize(config: Any, hidden_size: int, num_heads: int | None, num_kv_heads: 
 @torch.no_grad()
 def _copy_fitting(source: nn.Module, module: nn.Module) -> None:
     """Copies the tensors of the same name and shape."""
-    tensors = source.state_dict()
-    for name, tensor in module.state_dict().items():
+    tensors = module.state_dict()
+    for name, tensor in float_state(source):
         if name in tensors and tensors[name].shape == tensor.shape:
-            tensor.copy_(tensors[name])
+            tensors[name].copy_(tensor)
 
 
 class DistillTask(NextTokenTask):

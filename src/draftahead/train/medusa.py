@@ -30,7 +30,7 @@ class MedusaTask(ChainTask):
     ) -> None:
         super().__init__(heads, model, depth=len(heads), draft_to_target=heads.draft_to_target)
         self.heads, self.depth_decay, self._name = heads, depth_decay, name
-        self._vocab_size = len(model.get_output_embeddings().weight)
+        self._vocab_size = int(model.get_output_embeddings().out_features)
         self._candidates = min(CALIBRATION_CANDIDATES, len(self.lm_head))
 
     def hidden(self, chains: Chains) -> Iterator[Tensor]:

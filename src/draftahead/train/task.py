@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftahead.loader.stored import weight_of
 from draftahead.train.acceptance import Acceptance, AcceptanceSimulation
 from draftahead.train.batches import TrainBatch
 from draftahead.train.losses import soft_cross_entropy, target_probs
@@ -35,8 +36,8 @@ class TrainTask(ABC):
         draft_to_target: Tensor | None = None,
     ) -> None:
         self.module, self.depth, self.aux_layers = module, depth, tuple(aux_layers)
-        weight: Tensor = model.get_output_embeddings().weight.detach()
-        self.target_lm_head = weight if draft_to_target is None else weight[draft_to_target]
+        weight = weight_of(model.get_output_embeddings(), draft_to_target)
+        self.target_lm_head = weight.detach()
         self.lm_head = self.target_lm_head if lm_head is None else lm_head
         self.draft_to_target = draft_to_target
 

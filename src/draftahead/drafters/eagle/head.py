@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedd
 
 from draftahead.drafters.eagle.screening import Screening
 from draftahead.drafters.rms_norm import RMSNorm
+from draftahead.loader.stored import weight_of
 from draftahead.models.support import text_config
 
 # Layer, queries [B, num_heads, N, head_dim], keys and values [B, num_kv_heads, N, head_dim] of the
@@ -212,7 +213,7 @@ def new_head(
     head = EagleHead(config).to(model.device)
     head.draft_to_target.copy_(draft_to_target)
     with torch.no_grad():
-        vocab_rows = model.get_output_embeddings().weight[head.draft_to_target]
+        vocab_rows = weight_of(model.get_output_embeddings(), head.draft_to_target)
         head.lm_head.weight.copy_(vocab_rows)
         norm = getattr(model.get_decoder(), "norm", None)
         if norm is not None and getattr(norm, "weight", vocab_rows).shape == head.norm.weight.shape:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from draftahead.backends.cpu.linear import output_subset
+from draftahead.backends.modules import output_subset
 from draftahead.drafters.eagle import screening
 from draftahead.drafters.eagle.head import EagleConfig, EagleHead
 from draftahead.drafters.head_files import (
@@ -30,6 +30,7 @@ from draftahead.drafters.head_files import (
     write_head,
 )
 from draftahead.errors import ConfigError, HeadMismatchError
+from draftahead.loader.stored import widened
 from draftahead.models.support import text_config
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -85,7 +86,9 @@ def load(source: str | Path, model: Any) -> EagleHead:
     head.screening = screening.load(folder, int(config.layer.hidden_size))
     head = head.to(device=model.device, dtype=model.dtype).eval()
     if shares_lm_head:
-        head.lm_head = output_subset(model.get_output_embeddings(), head.draft_to_target)
+        # In float32, which the runner quantizes for its kernels: drafts may be approximate.
+        subset = output_subset(model.get_output_embeddings(), head.draft_to_target)
+        head.lm_head = widened(subset)
     return head
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftahead.backends.cpu.linear import output_subset
+from draftahead.backends.modules import output_subset
 from draftahead.drafters.medusa.tree import Choice
 from draftahead.errors import ConfigError
 from draftahead.models.support import text_config
