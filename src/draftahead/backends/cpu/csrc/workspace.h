@@ -91,9 +91,9 @@ struct ThreadBuffers {
 // This thread's outputs of a linear layer: y [num_tokens][out_features].
 inline void linear(const Weights& w, const Activations& a, int64_t num_tokens, float* y,
                    Output output) {
-  const Range mine = thread_range(w.out_features, w.scales ? PANEL : 24);
-  if (mine.begin < mine.end)
+  share(w.out_features, w.scales ? PANEL : 24, [&](Range mine) {
     linear_outputs(w, a, num_tokens, y, w.out_features, mine.begin, mine.end, output);
+  });
 }
 
 }  // namespace
