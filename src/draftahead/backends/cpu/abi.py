@@ -17,9 +17,12 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 # Compared with the library's, as are the structs. csrc/abi.h says what they mean.
 PANEL, CHUNK, TOPK, MAX_CHILDREN = 48, 64, 4, 16
+# enum WeightKind; from F16 on by the names of GGUF.
+KINDS = ("F32", "INT8", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+ARITHMETICS = ("float32", "int24", "int8")  # enum Arithmetic
 INPUT_NORMS = ("none", "each", "all")  # enum InputNorm
 CONSTANTS = {
-    "ABI_VERSION": 2,
+    "ABI_VERSION": 3,
     "PANEL": PANEL,
     "CHUNK": CHUNK,
     "TOPK": TOPK,
@@ -27,6 +30,10 @@ CONSTANTS = {
     "MAX_NODES": tree.MAX_NODES,
     "SILU": SILU,
     "GELU_TANH": GELU_TANH,
+    **{kind: index for index, kind in enumerate(KINDS)},
+    "FLOAT32_INPUTS": ARITHMETICS.index("float32"),
+    "INT24_INPUTS": ARITHMETICS.index("int24"),
+    "INT8_INPUTS": ARITHMETICS.index("int8"),
     "NO_NORM": INPUT_NORMS.index("none"),
     "NORM_EACH": INPUT_NORMS.index("each"),
     "NORM_ALL": INPUT_NORMS.index("all"),
@@ -45,11 +52,14 @@ class Weights(Struct):
     __slots__ = ()
     _fields_ = (
         ("data", POINTER),
+        ("panels", POINTER),
         ("scales", POINTER),
         ("bias", POINTER),
         ("out_features", INT),
         ("in_features", INT),
         ("group_size", INT),
+        ("kind", INT),
+        ("arithmetic", INT),
     )
 
 
@@ -192,10 +202,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "draftahead_scratch_size": (INT, [POINTER, INT, INT]),
     "draftahead_forward": (ctypes.c_char_p, [POINTER, POINTER, INT]),
     "draftahead_build_trees": (ctypes.c_char_p, [POINTER, POINTER, INT]),
-    "draftahead_linear": (
-        None,
-        [POINTER, POINTER, INT, POINTER, INT, POINTER, POINTER, POINTER],
-    ),
+    "draftahead_integer_bytes": (INT, [POINTER]),
+    "draftahead_linear": (None, [POINTER, POINTER, INT, POINTER, INT, POINTER]),
+    "draftahead_panels_size": (INT, [POINTER]),
+    "draftahead_make_panels": (None, [POINTER, POINTER, INT]),
     "draftahead_read_memory": (FLOAT, [POINTER, INT, INT]),
 }
 

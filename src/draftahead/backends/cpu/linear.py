@@ -160,6 +160,7 @@ def weights_of(
         data = addresses.of(f"{name}.weight", layer.weight, out, in_)
     bias = layer.bias
     return abi.Weights(
+        kind=abi.KINDS.index("INT8" if is_int8 else "F32"),
         data=data,
         scales=scales,
         bias=None if bias is None else addresses.of(f"{name}.bias", bias, out),
@@ -191,19 +192,15 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
     num_tokens = len(flat)
     y = torch.empty(num_tokens, out, dtype=torch.float32, device="cpu")
     if num_tokens:
-        memory: list[int | None] = [None] * 3
-        if weights.scales:
-            groups = num_tokens * in_ // weights.group_size
-            sizes = {torch.int8: num_tokens * in_, torch.float32: groups, torch.int32: groups}
-            parts = [torch.empty(n, dtype=kind, device="cpu") for kind, n in sizes.items()]
-            memory = [part.data_ptr() for part in parts]
+        size = num_tokens * library.draftahead_integer_bytes(ctypes.byref(weights))
+        integers = torch.empty(size, dtype=torch.uint8, device="cpu")
         library.draftahead_linear(
             ctypes.byref(weights),
             addresses.of("the input", flat, num_tokens, in_),
             num_tokens,
             y.data_ptr(),
             num_threads(),
-            *memory,
+            integers.data_ptr(),
         )
     return y.view(*x.shape[:-1], out)
 

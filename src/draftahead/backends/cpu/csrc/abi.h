@@ -16,7 +16,7 @@
 extern "C" {
 
 // Raised when a function's arguments change: the layout below does not tell that.
-constexpr int64_t ABI_VERSION = 2;
+constexpr int64_t ABI_VERSION = 3;
 
 constexpr int64_t PANEL = 48;         // int8: outputs stored side by side; the last panel is padded
 constexpr int64_t CHUNK = 64;         // int8: weights that one AVX-512 VNNI instruction multiplies
@@ -25,20 +25,27 @@ constexpr int64_t MAX_CHILDREN = 16;  // of a node in a draft tree
 constexpr int64_t MAX_NODES = 64;     // of a tree: ancestors are the bits of one word
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
+// How weights are stored. From F16 on: rows as in a GGUF or safetensors file. INT8: our own.
+enum WeightKind { F32, INT8, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
+// How inputs of a linear layer are multiplied with weights that have panels: see panels.h.
+enum Arithmetic { FLOAT32_INPUTS, INT24_INPUTS, INT8_INPUTS };
 enum InputNorm { NO_NORM = 0, NORM_EACH = 1, NORM_ALL = 2 };  // see HeadInputs.norm
 
 #define DECLARE_FIELD(type, name) type name;
 
-// One linear layer. float32 as the model has it; or int8 in groups with a scale each, packed in
-// panels of PANEL outputs: a sum then stays in its SIMD lane, and memory is read in address order.
-#define WEIGHTS_FIELDS(FIELD)                                                            \
-  FIELD(const void*, data)    /* float32 [out][in], or uint8 [panels][in / 4][PANEL][4]: \
-                                 the int8 value plus 128 */                              \
-  FIELD(const float*, scales) /* null: float32; else [panels][in / group_size][PANEL] */ \
-  FIELD(const float*, bias)   /* [out], or null */                                       \
-  FIELD(int64_t, out_features)                                                           \
-  FIELD(int64_t, in_features)                                                            \
-  FIELD(int64_t, group_size) /* int8: weights that share a scale, a multiple of CHUNK */
+// One linear layer.
+#define WEIGHTS_FIELDS(FIELD)                                                               \
+  FIELD(const void*, data)    /* rows [out][in] of a kind; INT8: uint8 [panels][in / 4]     \
+                                 [PANEL][4], the int8 value plus 128; null if only `panels` \
+                                 are read */                                                \
+  FIELD(const void*, panels)  /* the same weights for integer arithmetic, or null */        \
+  FIELD(const float*, scales) /* INT8: [panels][in / group_size][PANEL] */                  \
+  FIELD(const float*, bias)   /* [out], or null */                                          \
+  FIELD(int64_t, out_features)                                                              \
+  FIELD(int64_t, in_features)                                                               \
+  FIELD(int64_t, group_size) /* INT8: weights that share a scale, a multiple of CHUNK */    \
+  FIELD(int64_t, kind)       /* enum WeightKind */                                          \
+  FIELD(int64_t, arithmetic) /* enum Arithmetic */
 struct Weights {
   WEIGHTS_FIELDS(DECLARE_FIELD)
 };
@@ -203,6 +210,21 @@ std::string abi_description() {
   DESCRIBE_CONSTANT(MAX_NODES)
   DESCRIBE_CONSTANT(SILU)
   DESCRIBE_CONSTANT(GELU_TANH)
+  DESCRIBE_CONSTANT(F32)
+  DESCRIBE_CONSTANT(INT8)
+  DESCRIBE_CONSTANT(F16)
+  DESCRIBE_CONSTANT(BF16)
+  DESCRIBE_CONSTANT(Q4_0)
+  DESCRIBE_CONSTANT(Q4_1)
+  DESCRIBE_CONSTANT(Q5_0)
+  DESCRIBE_CONSTANT(Q5_1)
+  DESCRIBE_CONSTANT(Q8_0)
+  DESCRIBE_CONSTANT(Q4_K)
+  DESCRIBE_CONSTANT(Q5_K)
+  DESCRIBE_CONSTANT(Q6_K)
+  DESCRIBE_CONSTANT(FLOAT32_INPUTS)
+  DESCRIBE_CONSTANT(INT24_INPUTS)
+  DESCRIBE_CONSTANT(INT8_INPUTS)
   DESCRIBE_CONSTANT(NO_NORM)
   DESCRIBE_CONSTANT(NORM_EACH)
   DESCRIBE_CONSTANT(NORM_ALL)

@@ -56,30 +56,27 @@ void topk(const float* logits, int64_t vocab_size, int64_t* tokens) {
 }
 
 // Final norm, logits and most likely tokens of all nodes. Called by all threads.
-void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffers& local) {
+void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b) {
   const int64_t num_tokens = f.num_sequences * f.num_nodes, vocab_size = m.lm_head.out_features;
-  for (int64_t t = 0; t < num_tokens; t++)
-    rms_norm(f.hidden + t * m.hidden_size, m.final_norm, m.norm_eps, m.hidden_size,
-             local.normed + t * m.hidden_size);
-  store_aux_hidden(m, f, m.num_layers, local.normed);
   const ScreenedHead* screened = m.screened_head;
-  const float* input = local.normed;
+  const Weights& first = screened ? screened->projection : m.lm_head;
+  Inputs inputs = prepared(m, b, {&first}, f.hidden, m.final_norm, num_tokens);
+  store_aux_hidden(m, f, m.num_layers, b.normed);
   if (screened) {
-    const Activations a = local.activations(screened->projection, local.normed, num_tokens);
-    linear(screened->projection, a, num_tokens, b.q, Output::STORE);
+    linear(first, inputs, num_tokens, b.q, Output::STORE);
     barrier();
-    input = b.q;
+    inputs = prepared(m, b, {&screened->screening_head}, b.q, nullptr, num_tokens);
   }
-  const Weights& head = screened ? screened->screening_head : m.lm_head;
-  linear(head, local.activations(head, input, num_tokens), num_tokens, f.logits, Output::STORE);
+  linear(screened ? screened->screening_head : first, inputs, num_tokens, f.logits, Output::STORE);
   barrier();
   const Range mine = thread_range(num_tokens, 1);
-  Activations a = {};
-  if (screened && mine.begin < mine.end)
-    a = local.activations(screened->vocab_rows, local.normed, num_tokens);
   for (int64_t t = mine.begin; t < mine.end; t++) {
     float* logits = f.logits + t * vocab_size;
-    if (screened) replace_candidates(*screened, a, t, logits);
+    if (screened) {
+      uint8_t* integers = b.integers + t * integer_bytes(screened->vocab_rows);
+      encode_token(screened->vocab_rows, b.normed + t * m.hidden_size, integers);
+      replace_candidates(*screened, integers, logits);
+    }
     if (f.topk) topk(logits, vocab_size, f.topk + t * TOPK);
   }
 }
@@ -111,7 +108,7 @@ const char* invalid(const Model& m, const ForwardArgs& f) {
 }
 
 int64_t scratch_size(const Model& m, int64_t num_tokens, int64_t threads) {
-  return SharedBuffers::size(m, num_tokens) + threads * ThreadBuffers::size(m, num_tokens) + 64;
+  return SharedBuffers::size(m, num_tokens) + threads * ThreadBuffers::size(m) + 64;
 }
 
 void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
@@ -120,13 +117,13 @@ void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
   SharedBuffers b(m, num_tokens, f.scratch);
   float* rest = f.scratch + SharedBuffers::size(m, num_tokens);
   parallel(threads, [&] {
-    ThreadBuffers local(m, num_tokens, rest + thread_index() * ThreadBuffers::size(m, num_tokens));
+    ThreadBuffers local = {rest + thread_index() * ThreadBuffers::size(m)};
     for (int64_t i = 0; i < m.num_layers; i++) {
       // The layer writes f.hidden only behind its first barrier.
       if (i) store_aux_hidden(m, f, i, f.hidden);
       decoder_layer(m, m.layers[i], f, b, local);
     }
-    if (f.logits) lm_head(m, f, b, local);
+    if (f.logits) lm_head(m, f, b);
   });
 }
 

@@ -5,9 +5,9 @@
 // order that depends neither on the number of tokens nor on a token's place among them, so the bits
 // of a token's logits are the same as a root, as a drafted node, and in any batch.
 //
-// Read in this order: abi.h (structs from Python), vectors.h, linear.h, threads.h, workspace.h,
-// attention.h, layer.h, screening.h, forward.h, tree_builder.h; the functions below are all that
-// Python calls.
+// Read in this order: abi.h (structs from Python), vectors.h, blocks.h, float_rows.h, panels.h,
+// int8_groups.h, linear.h, threads.h, workspace.h, attention.h, layer.h, screening.h, forward.h,
+// tree_builder.h; the functions below are all that Python calls.
 
 #include "tree_builder.h"
 
@@ -38,12 +38,29 @@ const char* draftahead_build_trees(const Model* m, TreeArgs* args, int64_t threa
   return nullptr;
 }
 
-// One linear layer, for models that draftahead_forward does not support. The last three are memory
-// for quantized inputs.
+// Bytes of a token's inputs that draftahead_linear needs memory for.
+int64_t draftahead_integer_bytes(const Weights* w) { return integer_bytes(*w); }
+
+// One linear layer, for models that draftahead_forward does not support. `integers`: memory for
+// quantized inputs.
 void draftahead_linear(const Weights* w, const float* x, int64_t num_tokens, float* y,
-                       int64_t threads, int8_t* quantized, float* scales, int32_t* corrections) {
-  const Activations a = {x, num_tokens > 1 ? w->in_features : 0, quantized, scales, corrections};
-  linear_all_threads(*w, a, num_tokens, y, threads);
+                       int64_t threads, uint8_t* integers) {
+  linear_all_threads(*w, x, num_tokens, y, threads, integers);
+}
+
+// Bytes of a matrix in panels (panels.h); 0: its kind has none.
+int64_t draftahead_panels_size(const Weights* w) {
+  if (w->kind < Q4_0) return 0;
+  return (w->out_features + LANES - 1) / LANES * panel_bytes(w->kind, w->in_features);
+}
+
+// Writes a matrix whose rows are at `data` in panels.
+void draftahead_make_panels(const Weights* w, uint8_t* panels, int64_t threads) {
+  parallel(threads, [&] {
+    const Range mine = thread_range((w->out_features + LANES - 1) / LANES, 1);
+    for (int64_t n = mine.begin; n < mine.end; n++)
+      make_panel(*w, n, panels + n * panel_bytes(w->kind, w->in_features));
+  });
 }
 
 // Reads memory and does nothing else: the memory-bandwidth bound that a forward is measured

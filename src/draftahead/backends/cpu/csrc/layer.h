@@ -6,17 +6,6 @@
 
 namespace {
 
-void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* y) {
-  f32x16 squares = {};
-  int64_t i = 0;
-  for (; i + 16 <= size; i += 16) squares = multiply_add(load(x + i), load(x + i), squares);
-  float total = sum_lanes(squares);
-  for (; i < size; i++) total += x[i] * x[i];
-  float scale = 1.0f / std::sqrt(total / size + eps);
-  for (i = 0; i + 16 <= size; i += 16) store(y + i, load(x + i) * scale * load(weight + i));
-  for (; i < size; i++) y[i] = x[i] * scale * weight[i];
-}
-
 // Rotary embedding in place: x * cos + rotate_half(x) * sin.
 void rotate(float* x, const float* cos, const float* sin, int64_t head_dim) {
   int64_t half = head_dim / 2;
@@ -75,16 +64,17 @@ void rotate_and_store(const Model& m, const DecoderLayer& layer, const ForwardAr
   }
 }
 
-// This thread's part of act(gate(x)) * up(x): the same outputs of both, so that no barrier is
+// act(gate(x)) * up(x): the same outputs of both, so that no barrier is
 // needed before the product.
-void gated_units(const Model& m, const DecoderLayer& layer, const Activations& a,
+void gated_units(const Model& m, const DecoderLayer& layer, const Inputs& inputs,
                  int64_t num_tokens, SharedBuffers& b) {
   const int64_t size = m.intermediate_size;
-  share(size, 48, [&](Range mine) {
-    linear_outputs(layer.gate, a, num_tokens, b.gate, size, mine.begin, mine.end, Output::STORE);
-    linear_outputs(layer.up, a, num_tokens, b.up, size, mine.begin, mine.end, Output::STORE);
+  share(size, 48, [&](Range part) {
+    linear_outputs(layer.gate, inputs, num_tokens, b.gate, size, part.begin, part.end,
+                   Output::STORE);
+    linear_outputs(layer.up, inputs, num_tokens, b.up, size, part.begin, part.end, Output::STORE);
     for (int64_t t = 0; t < num_tokens; t++)
-      for (int64_t i = mine.begin; i < mine.end; i += 16) {
+      for (int64_t i = part.begin; i < part.end; i += 16) {
         float *gate = b.gate + t * size + i, *up = b.up + t * size + i;
         store(gate, activate(load(gate), m.activation) * load(up));
       }
@@ -94,33 +84,29 @@ void gated_units(const Model& m, const DecoderLayer& layer, const Activations& a
 // Runs a layer over f.hidden, in place. Called by all threads; they meet before it returns.
 void decoder_layer(const Model& m, const DecoderLayer& layer, const ForwardArgs& f,
                    SharedBuffers& b, ThreadBuffers& local) {
-  const int64_t num_tokens = f.num_sequences * f.num_nodes, hidden_size = m.hidden_size;
-  auto norm_all = [&](const float* weight) {
-    for (int64_t t = 0; t < num_tokens; t++)
-      rms_norm(f.hidden + t * hidden_size, weight, m.norm_eps, hidden_size,
-               local.normed + t * hidden_size);
-  };
+  const int64_t num_tokens = f.num_sequences * f.num_nodes;
   const bool has_own_input = f.first_input && &layer == m.layers;
-  if (!has_own_input) norm_all(layer.input_norm);
-  const float* input = has_own_input ? f.first_input : local.normed;
-  Activations a = local.activations(layer.q, input, num_tokens);
-  linear(layer.q, a, num_tokens, b.q, Output::STORE);
-  linear(layer.k, a, num_tokens, b.k, Output::STORE);
-  linear(layer.v, a, num_tokens, b.v, Output::STORE);
+  Inputs inputs =
+      prepared(m, b, {&layer.q, &layer.k, &layer.v}, has_own_input ? f.first_input : f.hidden,
+               has_own_input ? nullptr : layer.input_norm, num_tokens);
+  linear(layer.q, inputs, num_tokens, b.q, Output::STORE);
+  linear(layer.k, inputs, num_tokens, b.k, Output::STORE);
+  linear(layer.v, inputs, num_tokens, b.v, Output::STORE);
   barrier();
   rotate_and_store(m, layer, f, b);
   barrier();
   if (f.kv_only && &layer == m.layers + m.num_layers - 1) return;
   attention(m, layer, f, b, local);
   barrier();
-  a = local.activations(layer.o, b.attention, num_tokens);
-  linear(layer.o, a, num_tokens, f.hidden, Output::ADD);
+  inputs = prepared(m, b, {&layer.o}, b.attention, nullptr, num_tokens);
+  linear(layer.o, inputs, num_tokens, f.hidden, Output::ADD);
   barrier();
-  norm_all(layer.post_attention_norm);
-  gated_units(m, layer, local.activations(layer.gate, local.normed, num_tokens), num_tokens, b);
+  inputs =
+      prepared(m, b, {&layer.gate, &layer.up}, f.hidden, layer.post_attention_norm, num_tokens);
+  gated_units(m, layer, inputs, num_tokens, b);
   barrier();
-  a = local.activations(layer.down, b.gate, num_tokens);
-  linear(layer.down, a, num_tokens, f.hidden, Output::ADD);
+  inputs = prepared(m, b, {&layer.down}, b.gate, nullptr, num_tokens);
+  linear(layer.down, inputs, num_tokens, f.hidden, Output::ADD);
   barrier();
 }
 

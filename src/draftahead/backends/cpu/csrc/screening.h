@@ -28,21 +28,19 @@ inline i32x16 dot64(i32x16 total, const uint8_t* weights, const int8_t* activati
 #endif
 }
 
-// Exact logit of a token after the t-th node; vocab_rows lie row by row, not in panels.
-inline float exact_logit(const Weights& vocab_rows, const Activations& a, int64_t t,
-                         int64_t token) {
-  const int64_t in = vocab_rows.in_features, groups = in / vocab_rows.group_size;
+// Exact logit of a token; vocab_rows lie row by row, not in panels. `inputs`: of one node.
+inline float exact_logit(const Weights& vocab_rows, const Int8Inputs& inputs, int64_t token) {
+  const int64_t in = vocab_rows.in_features, groups = inputs.groups;
   const uint8_t* data = static_cast<const uint8_t*>(vocab_rows.data) + token * in;
-  const int8_t* x = a.quantized + t * in;
   float logit = vocab_rows.bias ? vocab_rows.bias[token] : 0.0f;
   for (int64_t g = 0; g < groups; g++) {
     i32x16 total = {};
     const int64_t end = (g + 1) * vocab_rows.group_size;
     for (int64_t k = g * vocab_rows.group_size; k < end; k += CHUNK)
-      total = dot64(total, data + k, x + k);
-    int32_t sum = a.corrections[t * groups + g];
+      total = dot64(total, data + k, inputs.integers(0) + k);
+    int32_t sum = inputs.corrections(0)[g];
     for (int lane = 0; lane < 16; lane++) sum += total[lane];
-    logit += float(sum) * vocab_rows.scales[token * groups + g] * a.scales[t * groups + g];
+    logit += float(sum) * vocab_rows.scales[token * groups + g] * inputs.scales(0)[g];
   }
   return logit;
 }
@@ -66,9 +64,10 @@ std::vector<float> block_maxima(const float* logits, int64_t vocab_size) {
 
 // Replaces the screening logits of candidate tokens by their exact logits. Candidates are the
 // tokens whose screening logit is at least the min_blocks-th largest block maximum: so at least
-// min_blocks tokens.
-void replace_candidates(const ScreenedHead& head, const Activations& a, int64_t t, float* logits) {
+// min_blocks tokens. `integers`: the inputs of one node.
+void replace_candidates(const ScreenedHead& head, const uint8_t* integers, float* logits) {
   const Weights& vocab_rows = head.vocab_rows;
+  const Int8Inputs inputs(vocab_rows, integers);
   const int64_t vocab_size = vocab_rows.out_features;
   const std::vector<float> maxima = block_maxima(logits, vocab_size);
   const int64_t blocks = maxima.size(), rank = std::min(head.min_blocks, blocks) - 1;
@@ -88,7 +87,7 @@ void replace_candidates(const ScreenedHead& head, const Activations& a, int64_t 
     if (i + VOCAB_ROWS_AHEAD < count)
       for (int64_t k = 0; k < in; k += 64)
         __builtin_prefetch(data + candidates[i + VOCAB_ROWS_AHEAD] * in + k, 0, 3);
-    logits[candidates[i]] = exact_logit(vocab_rows, a, t, candidates[i]);
+    logits[candidates[i]] = exact_logit(vocab_rows, inputs, candidates[i]);
   }
 }
 

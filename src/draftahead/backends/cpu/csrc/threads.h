@@ -290,14 +290,13 @@ struct CloseTeams {
 } close_teams;
 
 // Runs body() in `threads` threads, this one included, or in fewer if the system gives no more;
-// returns when all have returned. No body calls it. Within it num_threads(), thread_index(), barrier() and
-// thread_range() tell each thread its part.
+// returns when all have returned. No body calls it. Within it num_threads(), thread_index(),
+// barrier() and thread_range() tell each thread its part.
 template <class Body>
 void parallel(int64_t threads, const Body& body) {
   Team* team = threads > 1 ? IdleTeams::all().borrow() : nullptr;
   if (!team) return body();
-  team->run(
-      threads, [](const void* it) { (*static_cast<const Body*>(it))(); }, &body);
+  team->run(threads, [](const void* it) { (*static_cast<const Body*>(it))(); }, &body);
   IdleTeams::all().give_back(team);
 }
 

@@ -108,19 +108,17 @@ std::vector<float> joined_hidden(const Model& m, const TreeArgs& args) {
   return joined;
 }
 
-// One linear layer, by all threads.
-void linear_all_threads(const Weights& w, const Activations& a, int64_t num_tokens, float* y,
-                        int64_t threads) {
+// One linear layer, by all threads. `integers`: memory for [num_tokens][integer_bytes(w)].
+void linear_all_threads(const Weights& w, const float* x, int64_t num_tokens, float* y,
+                        int64_t threads, uint8_t* integers) {
   parallel(threads, [&] {
-    if (w.scales) {
-      const int64_t in = w.in_features, groups = in / w.group_size;
+    if (const int64_t bytes = integer_bytes(w)) {
       const Range mine = thread_range(num_tokens, 1);
       for (int64_t t = mine.begin; t < mine.end; t++)
-        quantize_token(a.x + t * in, in, w.group_size, a.quantized + t * in, a.scales + t * groups,
-                       a.corrections + t * groups);
+        encode_token(w, x + t * w.in_features, integers + t * bytes);
       barrier();
     }
-    linear(w, a, num_tokens, y, Output::STORE);
+    linear(w, {x, integers}, num_tokens, y, Output::STORE);
   });
 }
 
@@ -128,14 +126,9 @@ void linear_all_threads(const Weights& w, const Activations& a, int64_t num_toke
 std::vector<float> features(const Model& m, const TreeArgs& args, int64_t threads) {
   const Weights& fc = args.inputs->fc;
   const int64_t num_tokens = args.num_sequences * args.inputs->max_inputs;
-  const int64_t groups = fc.scales ? fc.in_features / fc.group_size : 0;
   std::vector<float> joined = joined_hidden(m, args), found(num_tokens * m.hidden_size);
-  std::vector<int8_t> quantized(groups ? num_tokens * fc.in_features : 0);
-  std::vector<float> scales(num_tokens * groups);
-  std::vector<int32_t> corrections(num_tokens * groups);
-  const Activations a = {joined.data(), num_tokens > 1 ? fc.in_features : 0, quantized.data(),
-                         scales.data(), corrections.data()};
-  linear_all_threads(fc, a, num_tokens, found.data(), threads);
+  std::vector<uint8_t> integers(num_tokens * integer_bytes(fc));
+  linear_all_threads(fc, joined.data(), num_tokens, found.data(), threads, integers.data());
   return found;
 }
 

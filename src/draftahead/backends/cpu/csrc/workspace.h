@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <cmath>
+#include <initializer_list>
+
 #include "linear.h"
 #include "threads.h"
 
@@ -16,14 +19,25 @@ inline int64_t round_up16(int64_t n) { return (n + 15) / 16 * 16; }
 // Attention scores of one query: the KV entries of a slot and its tree's nodes.
 inline int64_t scores_size(const Model& m) { return round_up16(m.num_entries + MAX_NODES); }
 
+inline int64_t max_in_features(const Model& m) {
+  int64_t largest = m.intermediate_size > m.hidden_size ? m.intermediate_size : m.hidden_size;
+  if (m.num_heads * m.head_dim > largest) largest = m.num_heads * m.head_dim;
+  if (m.first_input_size > largest) largest = m.first_input_size;
+  return largest;
+}
+
 struct SharedBuffers {
   float *q, *k, *v, *attention;  // [num_tokens][heads][head_dim]
   float *gate, *up;              // [num_tokens][intermediate_size]
+  float* normed;                 // [num_tokens][hidden_size]
+  uint8_t* integers;             // [num_tokens][integer_bytes(w)] inputs of the current layer w
 
   static int64_t size(const Model& m, int64_t num_tokens) {
     return 2 * round_up16(num_tokens * m.num_heads * m.head_dim) +
            2 * round_up16(num_tokens * m.num_kv_heads * m.head_dim) +
-           2 * round_up16(num_tokens * m.intermediate_size);
+           2 * round_up16(num_tokens * m.intermediate_size) +
+           round_up16(num_tokens * m.hidden_size) +
+           num_tokens * max_integer_bytes(max_in_features(m)) / 4;
   }
 
   SharedBuffers(const Model& m, int64_t num_tokens, float* scratch) {
@@ -38,61 +52,57 @@ struct SharedBuffers {
     v = take(num_tokens * m.num_kv_heads * m.head_dim);
     gate = take(num_tokens * m.intermediate_size);
     up = take(num_tokens * m.intermediate_size);
+    normed = take(num_tokens * m.hidden_size);
+    integers = reinterpret_cast<uint8_t*>(scratch);
   }
 };
 
-inline int64_t max_in_features(const Model& m) {
-  int64_t largest = m.intermediate_size > m.hidden_size ? m.intermediate_size : m.hidden_size;
-  if (m.num_heads * m.head_dim > largest) largest = m.num_heads * m.head_dim;
-  if (m.first_input_size > largest) largest = m.first_input_size;
-  return largest;
-}
-
-// Each thread norms and quantizes all tokens for itself: they are few, and it saves a barrier.
 struct ThreadBuffers {
-  float* normed;  // [num_tokens][hidden_size]
-  int8_t* quantized;
-  float* scales;
-  int32_t* corrections;
   float* scores;  // [MAX_QUERIES][scores_size]
 
-  static int64_t size(const Model& m, int64_t num_tokens) {
-    int64_t in = max_in_features(m);
-    return round_up16(num_tokens * m.hidden_size) + round_up16(num_tokens * in / 4) +
-           2 * round_up16(num_tokens * in / CHUNK) + MAX_QUERIES * scores_size(m) + 64;
-  }
-
-  ThreadBuffers(const Model& m, int64_t num_tokens, float* scratch) {
-    int64_t in = max_in_features(m);
-    normed = scratch;
-    scratch += round_up16(num_tokens * m.hidden_size);
-    quantized = reinterpret_cast<int8_t*>(scratch);
-    scratch += round_up16(num_tokens * in / 4);
-    scales = scratch;
-    scratch += round_up16(num_tokens * in / CHUNK);
-    corrections = reinterpret_cast<int32_t*>(scratch);
-    scratch += round_up16(num_tokens * in / CHUNK);
-    scores = scratch;
-  }
-
-  // x [num_tokens][in_features] as inputs of w. Those of an earlier call are overwritten.
-  Activations activations(const Weights& w, const float* x, int64_t num_tokens) {
-    const int64_t in = w.in_features;
-    if (w.scales) {
-      const int64_t groups = in / w.group_size;
-      for (int64_t t = 0; t < num_tokens; t++)
-        quantize_token(x + t * in, in, w.group_size, quantized + t * in, scales + t * groups,
-                       corrections + t * groups);
-    }
-    return {x, num_tokens > 1 ? in : 0, quantized, scales, corrections};
-  }
+  static int64_t size(const Model& m) { return MAX_QUERIES * scores_size(m) + 64; }
 };
 
-// This thread's outputs of a linear layer: y [num_tokens][out_features].
-inline void linear(const Weights& w, const Activations& a, int64_t num_tokens, float* y,
+inline void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* y) {
+  f32x16 squares = {};
+  int64_t i = 0;
+  for (; i + 16 <= size; i += 16) squares = multiply_add(load(x + i), load(x + i), squares);
+  float total = sum_lanes(squares);
+  for (; i < size; i++) total += x[i] * x[i];
+  float scale = 1.0f / std::sqrt(total / size + eps);
+  for (i = 0; i + 16 <= size; i += 16) store(y + i, load(x + i) * scale * load(weight + i));
+  for (; i < size; i++) y[i] = x[i] * scale * weight[i];
+}
+
+// x [num_tokens][in] as inputs of layers that share them, normed first if there is a `norm`. Called
+// by all threads: each prepares some of the tokens. Inputs of an earlier call are overwritten.
+inline Inputs prepared(const Model& m, SharedBuffers& b,
+                       std::initializer_list<const Weights*> layers, const float* x,
+                       const float* norm, int64_t num_tokens) {
+  const Weights* with_integers = nullptr;
+  for (const Weights* w : layers)
+    if (integer_bytes(*w)) with_integers = w;
+  if (!norm && !with_integers) return {x, nullptr};
+  const int64_t in = (*layers.begin())->in_features;
+  const int64_t bytes = with_integers ? integer_bytes(*with_integers) : 0;
+  const Range mine = thread_range(num_tokens, 1);
+  for (int64_t t = mine.begin; t < mine.end; t++) {
+    const float* row = x + t * in;
+    if (norm) {
+      rms_norm(row, norm, m.norm_eps, in, b.normed + t * in);
+      row = b.normed + t * in;
+    }
+    if (with_integers) encode_token(*with_integers, row, b.integers + t * bytes);
+  }
+  barrier();
+  return {norm ? b.normed : x, b.integers};
+}
+
+// A linear layer, by all threads: y [num_tokens][out_features].
+inline void linear(const Weights& w, const Inputs& inputs, int64_t num_tokens, float* y,
                    Output output) {
-  share(w.out_features, w.scales ? PANEL : 24, [&](Range mine) {
-    linear_outputs(w, a, num_tokens, y, w.out_features, mine.begin, mine.end, output);
+  share(w.out_features, output_unit(w), [&](Range part) {
+    linear_outputs(w, inputs, num_tokens, y, w.out_features, part.begin, part.end, output);
   });
 }
 

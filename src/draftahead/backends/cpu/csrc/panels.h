@@ -1,0 +1,612 @@
+// Quantized weights in panels of 16 outputs, multiplied with inputs as integers.
+//
+// A panel holds 16 outputs side by side, one in each SIMD lane, in units of 32 inputs: all loads
+// are in address order and no sum ever crosses a lane. Within a unit every sum is of whole numbers,
+// so its bits depend neither on the number of tokens nor on the instruction set; units are added in
+// float32, in ascending order.
+//
+// An input is an integer with a scale per unit: of 8 bits, or of 24 bits as three limbs of 8, each
+// of which is multiplied like an int8 input. 24 bits are as exact as float32, whose sums round more
+// than the integers lose.
+//
+//   quantize_units: inputs of a token -> Unit<LIMBS>
+//   make_panel:     rows as in a GGUF file -> a panel
+//   panel_outputs:  panel_block<KIND, LIMBS, T> for few tokens, by tiles for many
+
+#pragma once
+
+#include <cmath>
+
+#include "blocks.h"
+
+namespace {
+
+constexpr int64_t UNIT = 32;   // inputs that share a scale
+constexpr int64_t LANES = 16;  // outputs of a panel
+
+// ----------------------------------------------------------------------------------------- inputs
+
+// 32 inputs of a token: scale * (65536 * x[0] + 256 * x[1] + x[2]), or scale * x[0].
+template <int LIMBS>
+struct Unit {
+  float scale;
+  float sum;                        // of the 32 inputs
+  int32_t negative_sums[3][LIMBS];  // minus the sums of x, for weights with an offset: halves, all
+  int8_t x[LIMBS][UNIT];
+};
+
+// The scale of 8 bits is the largest input over 127. That of 24 bits is a power of two, so that
+// only what lies below the last bit is rounded; the integers stay below 2^23 - 2^15 - 2^7, so that
+// the first limb is at most 127.
+template <int LIMBS>
+inline void unit_scale(float largest, float* scale, float* inverse) {
+  *scale = *inverse = 0.0f;
+  if (!(largest >= 1e-30f && largest < INFINITY)) return;
+  if (LIMBS == 1) {
+    *scale = largest / 127.0f, *inverse = 127.0f / largest;
+    return;
+  }
+  uint32_t bits;
+  std::memcpy(&bits, &largest, sizeof bits);
+  // The power of two above `largest`, or the next one if its mantissa is among the largest 2^-6.
+  const uint32_t exponent = (bits >> 23) + 1 + ((bits & 0x7fffff) >= 0x7e0000);
+  const uint32_t scale_bits = (exponent - 23) << 23, inverse_bits = (277 - exponent) << 23;
+  std::memcpy(scale, &scale_bits, sizeof bits);
+  std::memcpy(inverse, &inverse_bits, sizeof bits);
+}
+
+// Sums of each half of 32 bytes.
+inline __attribute__((always_inline)) void half_sums(const int8_t* x, int32_t* sums) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  const __m256i ones = _mm256_set1_epi8(1);
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  __m256i v = _mm256_dpbusd_epi32(_mm256_setzero_si256(), ones, bytes);
+  v = _mm256_add_epi32(v, _mm256_shuffle_epi32(v, 0x4e));
+  v = _mm256_add_epi32(v, _mm256_shuffle_epi32(v, 0xb1));
+  sums[0] = _mm256_extract_epi32(v, 0), sums[1] = _mm256_extract_epi32(v, 4);
+#else
+  for (int half = 0; half < 2; half++) {
+    sums[half] = 0;
+    for (int i = 0; i < 16; i++) sums[half] += x[16 * half + i];
+  }
+#endif
+}
+
+template <int LIMBS>
+inline void quantize_unit(const float* x, Unit<LIMBS>& unit) {
+  const f32x16 halves[2] = {load(x), load(x + 16)};
+  const f32x16 a = absolute(halves[0]), b = absolute(halves[1]);
+  float inverse;
+  unit_scale<LIMBS>(max_lane(a > b ? a : b), &unit.scale, &inverse);
+  for (int half = 0; half < 2; half++) {
+    const i32x16 integers = round_to_integers(halves[half] * inverse);
+    if (LIMBS == 1) {
+      store_bytes(unit.x[0] + 16 * half, integers);
+      continue;
+    }
+    const i32x16 digits = integers + 0x8080;
+    store_bytes(unit.x[0] + 16 * half, digits >> 16);
+    if (LIMBS > 1) store_bytes(unit.x[LIMBS > 1] + 16 * half, ((digits >> 8) & 255) - 128);
+    if (LIMBS > 2) store_bytes(unit.x[LIMBS > 2 ? 2 : 0] + 16 * half, (digits & 255) - 128);
+  }
+  int32_t total = 0;
+  for (int l = 0; l < LIMBS; l++) {
+    int32_t sums[2];
+    half_sums(unit.x[l], sums);
+    unit.negative_sums[0][l] = -sums[0], unit.negative_sums[1][l] = -sums[1];
+    unit.negative_sums[2][l] = -sums[0] - sums[1];
+    total = 256 * total + sums[0] + sums[1];
+  }
+  unit.sum = unit.scale * float(total);
+  // NaN and infinity have no integer: through the scale they make every result NaN.
+  const f32x16 not_finite = halves[0] * 0.0f + halves[1] * 0.0f;
+  if (any(not_finite != 0.0f)) unit.scale = unit.sum = NAN;
+}
+
+template <int LIMBS>
+void quantize_units(const float* x, int64_t in, Unit<LIMBS>* units) {
+  for (int64_t u = 0; u < in / UNIT; u++) quantize_unit(x + u * UNIT, units[u]);
+}
+
+// ------------------------------------------------------------------------------------------ kinds
+
+// How a kind of weights lies in a panel: group by group, first a group's scales, then its integers
+// unit by unit. An integer has up to 8 bits: four of all inputs (two inputs a byte), then the bits
+// above them. A weight is scale * (integer - offset) or scale * integer - minimum.
+struct PanelKind {
+  int64_t units;        // of a group
+  int64_t scale_bytes;  // of a group
+  int64_t unit_bytes;   // of the integers of a unit
+  constexpr int64_t group_bytes() const { return scale_bytes + units * unit_bytes; }
+};
+
+// Tiles are panels that were unpacked for many tokens: scales as float32, integers as bytes. They
+// are of these kinds, by what is done with a unit's sums.
+enum TileKind : int64_t { TILE_OFFSET = 100, TILE_BYTE, TILE_MINIMUM, TILE_HALVES };
+
+constexpr PanelKind panel_kind(int64_t kind) {
+  switch (kind) {
+    case Q4_0:
+      return {2, 64, 256};
+    case Q4_1:
+      return {1, 64, 256};
+    case Q5_0:
+      return {2, 64, 320};
+    case Q5_1:
+      return {1, 64, 320};
+    case Q8_0:
+      return {2, 64, 512};
+    case Q4_K:
+      return {8, 320, 256};
+    case Q5_K:
+      return {8, 320, 320};
+    case Q6_K:
+      return {8, 320, 384};
+    default:
+      return {1, 128, 512};  // tiles
+  }
+}
+inline int64_t panel_bytes(int64_t kind, int64_t in) {
+  const PanelKind k = panel_kind(kind);
+  return (in / UNIT + k.units - 1) / k.units * k.group_bytes();
+}
+
+constexpr bool has_minimum(int64_t kind) {
+  return kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K || kind == TILE_MINIMUM;
+}
+// Whether each half of a unit has a scale.
+constexpr bool has_halves(int64_t kind) { return kind == Q6_K || kind == TILE_HALVES; }
+// Log 2 of what was added to a weight's integer so that it is not negative; 0: nothing.
+constexpr int offset_bits(int64_t kind) {
+  switch (kind) {
+    case Q4_0:
+      return 3;
+    case Q5_0:
+      return 4;
+    case Q6_K:
+    case TILE_HALVES:
+      return 5;
+    case TILE_OFFSET:
+      return 6;
+    case Q8_0:
+    case TILE_BYTE:
+      return 7;
+    default:
+      return 0;
+  }
+}
+
+// The integers of a unit as bytes: integers[g], lane by lane, the inputs 4 g to 4 g + 3.
+template <int64_t KIND>
+inline __attribute__((always_inline)) void unit_integers(const uint8_t* data, u8x64* integers) {
+  if (KIND == Q8_0 || KIND >= TILE_OFFSET) {
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; g++) integers[g] = load_bytes(data + 64 * g);
+    return;
+  }
+  const u8x64 low = u8x64{} + 15;
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; g++) {
+    const u8x64 v = load_bytes(data + 64 * g);
+    integers[g] = v & low;
+    integers[g + 4] = shift_right(v, 4) & low;
+  }
+  if (KIND == Q5_0 || KIND == Q5_1 || KIND == Q5_K) {
+    const u8x64 high = load_bytes(data + 256), bit = u8x64{} + 16;
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; g++)
+      integers[g] |= (g < 4 ? shift_left(high, 4 - g) : shift_right(high, g - 4)) & bit;
+  }
+  if (KIND == Q6_K) {
+    const u8x64 bits = u8x64{} + 48;
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; g++) {
+      const u8x64 high = load_bytes(data + 256 + 64 * (g / 4));
+      const int at = 2 * (g % 4);
+      integers[g] |= (at < 4 ? shift_left(high, 4 - at) : shift_right(high, at - 4)) & bits;
+    }
+  }
+}
+
+// What a unit's sums are multiplied with, lane by lane.
+struct UnitScales {
+  f32x16 scale[2];          // of each half, for kinds with halves; else scale[0]
+  f32x16 negative_minimum;  // only of kinds that have one
+};
+
+// Scales of a group of units.
+template <int64_t KIND>
+struct GroupScales {
+  const uint8_t* group;
+  f32x16 scale = {}, negative_minimum = {};  // of K kinds: what their units' integers multiply
+
+  inline __attribute__((always_inline)) explicit GroupScales(const uint8_t* g) : group(g) {
+    if (KIND != Q4_K && KIND != Q5_K && KIND != Q6_K) return;
+    scale = from_f16(g);
+    if (has_minimum(KIND)) negative_minimum = -from_f16(g + 32);
+  }
+
+  inline __attribute__((always_inline)) UnitScales unit(int64_t i) const {
+    UnitScales found = {};
+    if (KIND >= TILE_OFFSET) {
+      const float* stored = reinterpret_cast<const float*>(group);
+      found.scale[0] = load(stored);
+      if (has_halves(KIND)) found.scale[1] = load(stored + 16);
+      if (has_minimum(KIND)) found.negative_minimum = load(stored + 16);
+    } else if (KIND == Q4_0 || KIND == Q5_0 || KIND == Q8_0) {
+      found.scale[0] = from_f16(group + 32 * i);
+    } else if (KIND == Q4_1 || KIND == Q5_1) {
+      found.scale[0] = from_f16(group);
+      found.negative_minimum = from_f16(group + 32);
+    } else if (KIND == Q6_K) {
+      found.scale[0] = scale * from_s8(group + 64 + 32 * i);
+      found.scale[1] = scale * from_s8(group + 80 + 32 * i);
+    } else {
+      found.scale[0] = scale * from_u8(group + 64 + 32 * i);
+      found.negative_minimum = negative_minimum * from_u8(group + 80 + 32 * i);
+    }
+    return found;
+  }
+};
+
+// --------------------------------------------------------------------------------------- products
+
+// Adds to each lane the products of 4 weights and 4 inputs, the same in all lanes. BYTE: weights
+// may exceed 127.
+template <bool BYTE>
+inline __attribute__((always_inline)) i32x16 dot4(i32x16 total, u8x64 weights, const int8_t* x) {
+#if defined(__AVX512VNNI__)
+  // With the inputs as a memory operand: compilers load them by an instruction of its own.
+  asm("vpdpbusd %2%{1to16%}, %1, %0"
+      : "+v"(total)
+      : "v"(weights), "m"(*reinterpret_cast<const int8_t (*)[4]>(x)));
+  return total;
+#elif defined(__AVX2__)
+  union {
+    i32x16 whole;
+    __m256i half[2];
+  } sum = {total};
+  union {
+    u8x64 whole;
+    __m256i half[2];
+  } w = {weights};
+  int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  const __m256i bytes = _mm256_set1_epi32(four);
+  for (int i = 0; i < 2; i++) {
+    __m256i products;
+    if (BYTE) {  // pairs of products exceed 16 bits: even and odd bytes each as 16 bits
+      const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
+      const __m256i mask = _mm256_set1_epi16(255);
+      products = _mm256_add_epi32(
+          _mm256_madd_epi16(_mm256_and_si256(w.half[i], mask), even),
+          _mm256_madd_epi16(_mm256_srli_epi16(w.half[i], 8), _mm256_srai_epi16(bytes, 8)));
+    } else {
+      products = _mm256_madd_epi16(_mm256_maddubs_epi16(w.half[i], bytes), _mm256_set1_epi16(1));
+    }
+    sum.half[i] = _mm256_add_epi32(sum.half[i], products);
+  }
+  return sum.whole;
+#else
+  for (int lane = 0; lane < 16; lane++)
+    for (int j = 0; j < 4; j++) total[lane] += int32_t(weights[4 * lane + j]) * x[j];
+  return total;
+#endif
+}
+
+template <int LIMBS>
+inline __attribute__((always_inline)) f32x16 combined(const i32x16* limbs) {
+  if (LIMBS == 1) return __builtin_convertvector(limbs[0], f32x16);
+  return multiply_add(__builtin_convertvector(limbs[0], f32x16), broadcast(65536.0f),
+                      __builtin_convertvector((limbs[1] << 8) + limbs[2], f32x16));
+}
+
+// Adds a unit's products to the sums of T tokens.
+template <int64_t KIND, int LIMBS, int T>
+inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const UnitScales& scales,
+                                                    const Unit<LIMBS>* units, int64_t stride,
+                                                    f32x16* sums) {
+  constexpr int HALVES = has_halves(KIND) ? 2 : 1;
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++) {
+    const Unit<LIMBS>& unit = units[t * stride];
+#pragma GCC unroll 2
+    for (int half = 0; half < HALVES; half++) {
+      i32x16 limbs[LIMBS];
+#pragma GCC unroll 3
+      for (int l = 0; l < LIMBS; l++) {
+        limbs[l] = i32x16{};
+        if (offset_bits(KIND))
+          limbs[l] = broadcast(unit.negative_sums[HALVES == 2 ? half : 2][l]) << offset_bits(KIND);
+#pragma GCC unroll 8
+        for (int g = half * 4; g < (half + 1) * 8 / HALVES; g++)
+          limbs[l] = dot4<offset_bits(KIND) == 7>(limbs[l], integers[g], unit.x[l] + 4 * g);
+      }
+      sums[t] =
+          multiply_add(combined<LIMBS>(limbs), scales.scale[half] * broadcast(unit.scale), sums[t]);
+    }
+    if (has_minimum(KIND))
+      sums[t] = multiply_add(scales.negative_minimum, broadcast(unit.sum), sums[t]);
+  }
+}
+
+// Bytes of a panel that are prefetched ahead: the next panels. Fewer come too late, more fall out
+// of the cache before they are used.
+#ifndef AHEAD
+constexpr int64_t AHEAD = 8192;
+#endif
+
+inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* p, int64_t bytes) {
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + AHEAD + i, 0, 0);
+}
+
+// Adds the products of a panel, or a part of it, to the sums of its 16 outputs for T tokens.
+template <int64_t KIND, int LIMBS, int T>
+void panel_block(const uint8_t* panel, int64_t num_units, const Unit<LIMBS>* units, int64_t stride,
+                 f32x16* out) {
+  constexpr PanelKind kind = panel_kind(KIND);
+  f32x16 sums[T];  // a copy that stays in registers
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++) sums[t] = out[t];
+  for (int64_t u = 0; u < num_units; u += kind.units, panel += kind.group_bytes()) {
+    const GroupScales<KIND> scales(panel);
+    prefetch_ahead(panel, kind.scale_bytes);
+    const uint8_t* data = panel + kind.scale_bytes;
+    // The last group of a kind with two units may have one.
+    const int64_t count = num_units - u < kind.units ? num_units - u : kind.units;
+    for (int64_t i = 0; i < count; i++, data += kind.unit_bytes, units++) {
+      prefetch_ahead(data, kind.unit_bytes);
+      u8x64 integers[8];
+      unit_integers<KIND>(data, integers);
+      add_unit<KIND, LIMBS, T>(integers, scales.unit(i), units, stride, sums);
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++) out[t] = sums[t];
+}
+
+// ------------------------------------------------------------------------------------ many tokens
+
+constexpr int64_t tile_kind(int64_t kind) {
+  return kind == Q8_0        ? TILE_BYTE
+         : has_minimum(kind) ? TILE_MINIMUM
+         : has_halves(kind)  ? TILE_HALVES
+                             : TILE_OFFSET;
+}
+
+// Unpacks a panel.
+template <int64_t KIND>
+void make_tile(const uint8_t* panel, int64_t num_units, uint8_t* tile) {
+  constexpr PanelKind kind = panel_kind(KIND);
+  // An offset is raised to that of TILE_OFFSET.
+  constexpr int raised = tile_kind(KIND) == TILE_OFFSET ? 64 - (1 << offset_bits(KIND)) : 0;
+  for (int64_t u = 0; u < num_units; u += kind.units, panel += kind.group_bytes()) {
+    const GroupScales<KIND> scales(panel);
+    prefetch_ahead(panel, kind.scale_bytes);
+    const uint8_t* data = panel + kind.scale_bytes;
+    const int64_t count = num_units - u < kind.units ? num_units - u : kind.units;
+    for (int64_t i = 0; i < count; i++, data += kind.unit_bytes) {
+      prefetch_ahead(data, kind.unit_bytes);
+      const UnitScales unit = scales.unit(i);
+      float* stored = reinterpret_cast<float*>(tile);
+      store(stored, unit.scale[0]);
+      store(stored + 16, has_halves(KIND) ? unit.scale[1] : unit.negative_minimum);
+      u8x64 integers[8];
+      unit_integers<KIND>(data, integers);
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; g++) store_bytes64(tile + 128 + 64 * g, integers[g] + uint8_t(raised));
+      tile += panel_kind(TILE_OFFSET).group_bytes();
+    }
+  }
+}
+
+// Tokens of one pass over a panel: their sums and limbs fit 32 registers.
+constexpr int64_t max_panel_tokens(int limbs) { return limbs == 1 ? 8 : 4; }
+
+template <int LIMBS>
+using PanelBlock = void (*)(const uint8_t*, int64_t, const Unit<LIMBS>*, int64_t, f32x16*);
+
+// By the number of tokens.
+template <int64_t KIND, int LIMBS>
+PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
+  constexpr int MORE = LIMBS == 1;  // other limbs have no blocks of 5 to 8 tokens
+  switch (num_tokens) {
+    case 1:
+      return panel_block<KIND, LIMBS, 1>;
+    case 2:
+      return panel_block<KIND, LIMBS, 2>;
+    case 3:
+      return panel_block<KIND, LIMBS, 3>;
+    case 4:
+      return panel_block<KIND, LIMBS, 4>;
+    case 5:
+      return panel_block < KIND, LIMBS, MORE ? 5 : 1 > ;
+    case 6:
+      return panel_block < KIND, LIMBS, MORE ? 6 : 1 > ;
+    case 7:
+      return panel_block < KIND, LIMBS, MORE ? 7 : 1 > ;
+    default:
+      return panel_block < KIND, LIMBS, MORE ? 8 : 1 > ;
+  }
+}
+
+// Writes 16 outputs, from n on, of some tokens.
+inline void write_panel(const Weights& w, const f32x16* sums, int64_t num_tokens, float* y,
+                        int64_t stride, int64_t n, Output output) {
+  const int64_t count = w.out_features - n < LANES ? w.out_features - n : LANES;
+  const f32x16 bias = w.bias ? load_partial(w.bias + n, count) : f32x16{};
+  for (int64_t t = 0; t < num_tokens; t++) {
+    float* out = y + t * stride + n;
+    f32x16 value = sums[t] + bias;
+    if (output == Output::ADD) value += load_partial(out, count);
+    std::memcpy(out, &value, count * sizeof(float));
+  }
+}
+
+// Tokens that share an unpacked panel: their inputs stay in the second-level cache. More would be
+// read from further away for every panel; fewer unpack panels more often.
+constexpr int64_t TILE_TOKENS = 64;
+// Units of a tile: it stays in the first-level cache beside the inputs of a block of tokens. Longer
+// tiles fall out of it; shorter ones load and store sums more often.
+constexpr int64_t TILE_UNITS = 24;
+
+// 16 outputs, from n on, of many tokens.
+template <int64_t KIND, int LIMBS>
+void tiled_outputs(const Weights& w, const Unit<LIMBS>* units, int64_t num_tokens, float* y,
+                   int64_t stride, int64_t n, Output output) {
+  constexpr int64_t most = max_panel_tokens(LIMBS), group = panel_kind(KIND).units;
+  constexpr int64_t tile_bytes = panel_kind(TILE_OFFSET).group_bytes();
+  const int64_t num_units = w.in_features / UNIT;
+  const uint8_t* panel =
+      static_cast<const uint8_t*>(w.panels) + n / LANES * panel_bytes(KIND, w.in_features);
+  alignas(64) uint8_t tile[TILE_UNITS * tile_bytes];
+  f32x16 sums[TILE_TOKENS] = {};
+  for (int64_t u = 0; u < num_units; u += TILE_UNITS) {
+    const int64_t count = num_units - u < TILE_UNITS ? num_units - u : TILE_UNITS;
+    make_tile<KIND>(panel + u / group * panel_kind(KIND).group_bytes(), count, tile);
+    for (int64_t t = 0; t < num_tokens; t += most) {
+      const int64_t some = num_tokens - t < most ? num_tokens - t : most;
+      panel_block_of<tile_kind(KIND), LIMBS>(some)(tile, count, units + t * num_units + u,
+                                                   num_units, sums + t);
+    }
+  }
+  write_panel(w, sums, num_tokens, y, stride, n, output);
+}
+
+// Outputs [begin, end) of tokens whose units lie token by token; begin is a multiple of LANES.
+template <int64_t KIND, int LIMBS>
+void panel_outputs(const Weights& w, const void* inputs, int64_t num_tokens, float* y,
+                   int64_t stride, int64_t begin, int64_t end, Output output) {
+  const Unit<LIMBS>* units = static_cast<const Unit<LIMBS>*>(inputs);
+  const int64_t num_units = w.in_features / UNIT, size = panel_bytes(KIND, w.in_features);
+  if (num_tokens <= max_panel_tokens(LIMBS)) {
+    const PanelBlock<LIMBS> block = panel_block_of<KIND, LIMBS>(num_tokens);
+    const uint8_t* panels = static_cast<const uint8_t*>(w.panels);
+    for (int64_t n = begin; n < end; n += LANES) {
+      f32x16 sums[max_panel_tokens(LIMBS)] = {};
+      block(panels + n / LANES * size, num_units, units, num_units, sums);
+      write_panel(w, sums, num_tokens, y, stride, n, output);
+    }
+    return;
+  }
+  for (int64_t t = 0; t < num_tokens; t += TILE_TOKENS) {
+    const int64_t count = num_tokens - t < TILE_TOKENS ? num_tokens - t : TILE_TOKENS;
+    for (int64_t n = begin; n < end; n += LANES)
+      tiled_outputs<KIND, LIMBS>(w, units + t * num_units, count, y + t * stride, stride, n,
+                                 output);
+  }
+}
+
+typedef void (*PanelOutputs)(const Weights&, const void*, int64_t, float*, int64_t, int64_t,
+                             int64_t, Output);
+template <int LIMBS>
+PanelOutputs panel_outputs_of(int64_t kind) {
+  switch (kind) {
+    case Q4_0:
+      return panel_outputs<Q4_0, LIMBS>;
+    case Q4_1:
+      return panel_outputs<Q4_1, LIMBS>;
+    case Q5_0:
+      return panel_outputs<Q5_0, LIMBS>;
+    case Q5_1:
+      return panel_outputs<Q5_1, LIMBS>;
+    case Q8_0:
+      return panel_outputs<Q8_0, LIMBS>;
+    case Q4_K:
+      return panel_outputs<Q4_K, LIMBS>;
+    case Q5_K:
+      return panel_outputs<Q5_K, LIMBS>;
+    default:
+      return panel_outputs<Q6_K, LIMBS>;
+  }
+}
+
+// -------------------------------------------------------------------------------- rows to panels
+
+// Scales of a block of the row that becomes lane `lane`. `to`: of the panel's same group; `unit`:
+// number of the block's first unit in the group.
+inline void pack_scales(int64_t kind, const uint8_t* b, int64_t lane, int64_t unit, uint8_t* to) {
+  auto copy_half = [&](const uint8_t* from, int64_t offset) {
+    std::memcpy(to + offset + 2 * lane, from, 2);
+  };
+  switch (kind) {
+    case Q6_K:
+      copy_half(b + 208, 0);
+      for (int i = 0; i < 16; i++) to[64 + 16 * i + lane] = b[192 + i];
+      return;
+    case Q4_K:
+    case Q5_K: {
+      uint8_t scales[8], minimums[8];
+      sub_block_scales(b, scales, minimums);
+      copy_half(b, 0);
+      copy_half(b + 2, 32);
+      for (int i = 0; i < 8; i++) {
+        to[64 + 32 * i + lane] = scales[i];
+        to[80 + 32 * i + lane] = minimums[i];
+      }
+      return;
+    }
+    case Q4_1:
+    case Q5_1:
+      copy_half(b + 2, 32);
+      [[fallthrough]];
+    default:
+      copy_half(b, 32 * unit);
+  }
+}
+
+// A unit of a panel from the integers [16][UNIT] of its rows, which lie `stride` bytes apart.
+inline void pack_unit(int64_t kind, const uint8_t* q, int64_t stride, uint8_t* to) {
+  auto four = [&](int row, int g) {
+    uint32_t bytes;
+    std::memcpy(&bytes, q + row * stride + 4 * g, 4);
+    return bytes;
+  };
+  auto put = [&](int64_t at, int row, uint32_t bytes) {
+    std::memcpy(to + at + 4 * row, &bytes, 4);
+  };
+  for (int row = 0; row < LANES; row++) {
+    if (kind == Q8_0) {
+      for (int g = 0; g < 8; g++) put(64 * g, row, four(row, g));
+      continue;
+    }
+    uint32_t high = 0, next = 0;
+    for (int g = 0; g < 4; g++) {
+      const uint32_t a = four(row, g), b = four(row, g + 4);
+      put(64 * g, row, (a & 0x0f0f0f0f) | (b & 0x0f0f0f0f) << 4);
+      if (kind == Q6_K) {
+        high |= (a >> 4 & 0x03030303) << 2 * g;
+        next |= (b >> 4 & 0x03030303) << 2 * g;
+      } else {
+        high |= (a >> 4 & 0x01010101) << g | (b >> 4 & 0x01010101) << (g + 4);
+      }
+    }
+    if (panel_kind(kind).unit_bytes > 256) put(256, row, high);
+    if (kind == Q6_K) put(320, row, next);
+  }
+}
+
+// Panel `number` of a matrix: outputs from 16 * number on.
+void make_panel(const Weights& w, int64_t number, uint8_t* panel) {
+  const PanelKind kind = panel_kind(w.kind);
+  const BlockSize block = block_size(w.kind);
+  const int64_t units = w.in_features / UNIT, per_block = block.weights / UNIT;
+  const uint8_t* rows = static_cast<const uint8_t*>(w.data) + number * LANES * row_bytes(w);
+  uint8_t integers[LANES][256] = {};
+  for (int64_t u = 0; u < units; u += per_block) {
+    uint8_t* group = panel + u / kind.units * kind.group_bytes();
+    const int64_t first = u % kind.units;                 // of the block's units in the group
+    if (!first) std::memset(group, 0, kind.scale_bytes);  // outputs that are not there have scale 0
+    for (int64_t lane = 0; lane < LANES && number * LANES + lane < w.out_features; lane++) {
+      const uint8_t* b = rows + lane * row_bytes(w) + u / per_block * block.bytes;
+      block_integers(w.kind, b, integers[lane]);
+      pack_scales(w.kind, b, lane, first, group);
+    }
+    uint8_t* data = group + kind.scale_bytes + first * kind.unit_bytes;
+    for (int64_t i = 0; i < per_block; i++, data += kind.unit_bytes)
+      pack_unit(w.kind, integers[0] + i * UNIT, sizeof integers[0], data);
+  }
+}
+
+}  // namespace
