@@ -16,6 +16,7 @@ from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError
 from draftahead.loader.hub import DTYPES
+from draftahead.loader.stored import ACTIVATIONS
 from draftahead.models.support import MODEL
 from draftahead.sampling.accept import AcceptanceRule
 
@@ -45,6 +46,7 @@ _KINDS = {  # but of the drafter, which is checked when it is built, and of gene
     "max_context": whole(1),
     "revision": TEXT,
     "quantize": choice("int8"),
+    "activations": choice(*ACTIVATIONS),
     "compile": FLAG,
     "trust_remote_code": FLAG,
 }
@@ -110,6 +112,9 @@ class LLMConfig(Parameters):
     revision: a branch, tag or commit of the target, if it comes from a hub.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
     quantize: "int8" quantizes the weights (CPU). Speculation is exact with respect to that model.
+    activations: how the CPU multiplies quantized weights of a file. "int24" (the default), fixed point
+        of 24 bits, is as exact as "float32", and faster; "int8" is faster still and rounds inputs to
+        8 bits, as llama.cpp does: another model, with respect to which speculation is exact.
     compile: on a GPU, torch.compile for the layers of models that our own kernels do not support:
         faster forwards, after some seconds of compilation for every new number of nodes.
     trust_remote_code: run Python code that comes with a model from a hub.
@@ -132,6 +137,7 @@ class LLMConfig(Parameters):
     max_batch: int = 8
     max_context: int | None = None
     quantize: Literal["int8"] | None = None
+    activations: Literal["float32", "int24", "int8"] | None = None
     compile: bool = False
     trust_remote_code: bool = False
 
@@ -141,11 +147,11 @@ class LLMConfig(Parameters):
             choice("model").of("generation_config", self.generation_config)
         if not self.lossless and self.exact == "replay":
             raise ConfigError("lossless=False and exact='replay' exclude each other: leave one out")
-        given = (self.dtype, self.device, self.revision, self.quantize)
+        given = (self.dtype, self.device, self.revision, self.quantize, self.activations)
         if not self.is_named and any(value is not None for value in given):
             raise ConfigError(
-                "dtype, device, revision and quantize are for models loaded by name; this one is "
-                "as it is"
+                "dtype, device, revision, quantize and activations are for models loaded by name; "
+                "this one is as it is"
             )
         registry.check(self.drafter)
 

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
-from draftahead.backends.cpu.linear import quantize_model
+from draftahead.backends.cpu.linear import choose_arithmetic, quantize_model
 from draftahead.config import LLMConfig
 from draftahead.core.checks import FUNCTION, choice
 from draftahead.core.detokenizer import byte_tokens, decoder_of, no_text
@@ -52,6 +52,7 @@ class Loader:
             if config.quantize is not None:
                 self._report(f"quantizing {name} to {config.quantize}")
                 quantize_model(model)
+            choose_arithmetic(model, config.activations, self._report)
             self._loaded[name] = model, tokenizer
         return self._loaded[name]
 

@@ -27,14 +27,15 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         tokenizer.save_pretrained(target)
 
 
-def load_gguf_model(gguf: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
+def load_gguf_model(gguf: Path, dtype: Any, config: Any = None) -> tuple[Any, dict[str, Any]]:
     """A GGUF file's model with dequantized weights, which can be used and saved like any other; and
-    what transformers says about loading it."""
+    what transformers says about loading it. `config`: if it is known, which saves seconds."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     model, info = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
+        config=config,
         dtype=dtype,
         local_files_only=True,
         output_loading_info=True,

@@ -37,14 +37,17 @@ FEWEST_BYTES = {"keys": 13, "tensors": 24, "strings": 8}  # of one of them, in t
 
 class GgufTensor(NamedTuple):
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # the fastest dimension first: [in_features, out_features]
     offset: int  # from the start of the data
     num_bytes: int
+    kind: str  # Q4_K, F32, ...
 
 
 class GgufHeader(NamedTuple):
     metadata: dict[str, Any]  # scalars and text; of an array, its number of items
     tensors: list[GgufTensor]
+    data_at: int  # byte of the file where the data start
+    entries: dict[str, slice]  # bytes of the file that hold a key with its value
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -79,18 +82,20 @@ class _Reader:
             raise _DamageError(f"its version is {version}, and those that can be read are 2 and 3")
         self._require_room("keys", num_keys)
         self._require_room("tensors", num_tensors)
-        metadata: dict[str, Any] = {}
+        metadata, entries = dict[str, Any](), dict[str, slice]()
         for _ in range(num_keys):
-            key = self._text()
+            start, key = self.at, self._text()
             if key in metadata:
                 raise _DamageError(f"it has {key!r} twice")
             metadata[key] = self._value(*self._unpack("I"))
+            entries[key] = slice(start, self.at)
         tensors = [self._tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT:
             raise _DamageError(f"its alignment is {alignment!r}")
-        _check_places(tensors, alignment, self.size - -(-self.at // alignment) * alignment)
-        return GgufHeader(metadata, tensors)
+        data_at = -(-self.at // alignment) * alignment
+        _check_places(tensors, alignment, self.size - data_at)
+        return GgufHeader(metadata, tensors, data_at, entries)
 
     def _require_room(self, things: str, count: int) -> None:
         if count > (self.size - self.at) // FEWEST_BYTES[things]:
@@ -144,12 +149,14 @@ class _Reader:
             raise _DamageError(f"tensor {name!r} has {num_dimensions} dimensions")
         *shape, kind, offset = self._unpack(f"{num_dimensions}QIQ")
         try:
-            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            stored = GGMLQuantizationType(kind)
+            block, block_bytes = GGML_QUANT_SIZES[stored]
         except (KeyError, ValueError):
             raise _DamageError(f"tensor {name!r} has the unknown type {kind}") from None
         if 0 in shape or shape[0] % block:
             raise _DamageError(f"tensor {name!r} cannot have the shape {shape}")
-        return GgufTensor(name, tuple(shape), offset, prod(shape) // block * block_bytes)
+        num_bytes = prod(shape) // block * block_bytes
+        return GgufTensor(name, tuple(shape), offset, num_bytes, stored.name)
 
 
 def _check_places(tensors: list[GgufTensor], alignment: int, num_bytes: int) -> None:

@@ -9,25 +9,33 @@ import logging
 import re
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from draftahead.core.device import default_device, device_of, gpu_count
 from draftahead.errors import ConfigError, DraftaheadError, ModelNotFoundError, nearest
 from draftahead.loader.embedded import ALIASES
+from draftahead.loader.folder_stored import FolderWeights, has_halves
 from draftahead.loader.gguf import load_gguf_model
+from draftahead.loader.gguf_config import GgufConfig
+from draftahead.loader.gguf_stored import GgufWeights
 from draftahead.loader.preflight import (
     check_counts,
     check_gguf_layers,
     check_loaded,
     check_shapes,
     check_size,
+    skeleton_of,
 )
 from draftahead.loader.progress import ProgressCallback, no_progress, quiet_transformers
+from draftahead.loader.skeleton import NotStorableError, shapes_of
 from draftahead.loader.sources import (
     SMALL_FILES,
     check_folder,
@@ -36,7 +44,7 @@ from draftahead.loader.sources import (
     fetch_weights,
     find,
 )
-from draftahead.loader.weight_files import read_json, weights_in, weights_in_gguf
+from draftahead.loader.weight_files import Held, read_json, weights_in, weights_in_gguf
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +72,13 @@ def load(
     """The model, ready for inference on its device, and its tokenizer.
 
     A string is an alias, else a folder or `.gguf` file, else a hub id (`org/name`); a Path is a
-    folder or file. The default device is CUDA if there is one; the default dtype is float32 on a
-    CPU and the checkpoint's elsewhere. `revision` is a branch, tag or commit of a hub id.
+    folder or file. The default device is CUDA if there is one. The default dtype is the
+    checkpoint's, and on a CPU float32 over weights as they are stored: quantized, bfloat16 and
+    float16 matrices stay in their files, mapped; dtype="float32" widens them instead. `revision` is
+    a branch, tag or commit of a hub id.
     """
     device = resolve_device(device)
+    keep_stored = dtype is None and device_of(device).is_cpu
     dtype = resolve_dtype(dtype, device)
     with clear_errors(model):
         source = find(model, progress)
@@ -80,9 +91,10 @@ def load(
         quiet: AbstractContextManager[None] = nullcontext() if is_download else quiet_transformers()
         with _loading, quiet:
             if isinstance(source, Path) and source.is_file():
-                network, tokenizer = _load_gguf(source, dtype)
+                network, tokenizer = _load_gguf(source, dtype, keep_stored, progress)
             else:
-                network, tokenizer = _load_folder(source, dtype, revision, trust_remote_code)
+                options = {"trust_remote_code": trust_remote_code, "keep_stored": keep_stored}
+                network, tokenizer = _load_folder(source, dtype, revision, progress, **options)
         network.to(device).eval().requires_grad_(False)
     if model in ALIASES:
         network.draftahead_alias = str(model)  # by which files that the package ships are found
@@ -110,7 +122,13 @@ def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str 
 
 
 def _load_folder(
-    source: Path | str, dtype: str | torch.dtype, revision: str | None, trust_remote_code: bool
+    source: Path | str,
+    dtype: str | torch.dtype,
+    revision: str | None,
+    progress: ProgressCallback,
+    *,
+    trust_remote_code: bool,
+    keep_stored: bool,
 ) -> tuple[Any, Any]:
     """A model and its tokenizer from a folder or a hub id. A hub's files are fetched and then read
     like those of a folder, so that what was checked is what is loaded."""
@@ -137,20 +155,56 @@ def _load_folder(
         fetch_weights(hub_id, revision, folder, stated)
     held = weights_in(folder, stated)
     check_counts(source, stated, held)
-    check_size(source, config, held, dtype, trust_remote_code=trust_remote_code)
-    network, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are in the info, with their names
-        **options,
-    )
-    check_loaded(source, network, info)
-    if hub_id is not None:
-        network.name_or_path = network.config.name_or_path = hub_id
+    model = skeleton_of(config, trust_remote_code)
+    network = None
+    if keep_stored and has_halves(held):
+        network = _over_stored(
+            source, config, held, model, progress, partial(FolderWeights, folder, stated, held)
+        )
+    if network is None:
+        check_size(source, config, held, model, dtype)
+        network, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the info, with their names
+            **options,
+        )
+        check_loaded(source, network, info)
+    network.name_or_path = network.config.name_or_path = str(folder if hub_id is None else hub_id)
     return network, tokenizer
+
+
+class _Weights(Protocol):
+    """Tensors of files, and a model without memory that they belong to."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def load(self, progress: ProgressCallback) -> Any: ...
+
+
+def _over_stored(
+    source: Path | str,
+    config: Any,
+    held: Held,
+    model: Any,
+    progress: ProgressCallback,
+    weights_of: Callable[[Any], _Weights],
+) -> Any:
+    """The model over its weights as they are stored; None, with the reason in the log, if they are
+    to be widened."""
+    try:
+        if model is None:
+            raise NotStorableError("transformers cannot build it without memory")
+        weights = weights_of(model)
+        check_size(source, config, held, model, "float32", weight_bytes=weights.num_bytes)
+        return weights.load(progress)
+    except NotStorableError as reason:
+        log.warning("%s is widened to float32: %s", source, reason)
+        return None
 
 
 def _tokenizer_of(folder: Path, options: dict[str, Any]) -> Any:
@@ -165,28 +219,31 @@ def _tokenizer_of(folder: Path, options: dict[str, Any]) -> Any:
         return transformers.AutoTokenizer.from_pretrained(folder, **options)
 
 
-def _load_gguf(path: Path, dtype: str | torch.dtype) -> tuple[Any, Any]:
-    held, metadata = weights_in_gguf(path)
-    check_counts(path, metadata, held)
-    check_gguf_layers(path, metadata, held)
-    config = _gguf_config(path)
-    shapes = check_size(path, config, held, dtype, trust_remote_code=False)
-    network, info = load_gguf_model(path, dtype)
-    check_loaded(path, network, info)
-    check_shapes(path, network, shapes)
+def _load_gguf(
+    path: Path, dtype: str | torch.dtype, keep_stored: bool, progress: ProgressCallback
+) -> tuple[Any, Any]:
+    held, header = weights_in_gguf(path)
+    check_counts(path, header.metadata, held)
+    check_gguf_layers(path, header.metadata, held)
+    settings = GgufConfig(path, header)
+    config, model, network = settings.config, skeleton_of(settings.config), None
+    if keep_stored:
+        network = _over_stored(
+            path, config, held, model, progress, partial(GgufWeights, path, header, settings)
+        )
+    if network is None:
+        check_size(path, config, held, model, dtype)
+        network, info = load_gguf_model(path, dtype, config)
+        check_loaded(path, network, info)
+        if model is not None:
+            check_shapes(path, network, shapes_of(model))
     network.name_or_path = network.config.name_or_path = str(path)
     return network, _gguf_tokenizer(path, network.config)
 
 
-def _gguf_config(path: Path) -> Any:
-    return transformers.AutoConfig.from_pretrained(
-        path.parent, gguf_file=path.name, local_files_only=True
-    )
-
-
 def _gguf_tokenizer(path: Path, config: Any) -> Any:
     with clear_errors(f"the tokenizer in {path}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
+        tokenizer = _gguf_tokenizer_class(path, config).from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True
         )
         # Some versions of transformers leave these at defaults that are not the file's own.
@@ -195,6 +252,16 @@ def _gguf_tokenizer(path: Path, config: Any) -> Any:
             if isinstance(token_id, int):
                 setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
     return tokenizer
+
+
+def _gguf_tokenizer_class(path: Path, config: Any) -> Any:
+    """The class that AutoTokenizer would take. It would read the whole file for it once more, which
+    takes seconds; it is asked itself where files beside this one may say more."""
+    if (path.parent / "tokenizer_config.json").exists():
+        return transformers.AutoTokenizer
+    found = TOKENIZER_MAPPING.get(type(config), transformers.PreTrainedTokenizerFast)
+    is_quick = isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerFast)
+    return found if is_quick else transformers.AutoTokenizer
 
 
 # ------------------------------------------------------------------------------- tokenizers alone
@@ -208,9 +275,9 @@ def load_tokenizer(
     with clear_errors(name), quiet_transformers():
         source = find(name, no_progress)
         if isinstance(source, Path) and source.is_file():
-            _, metadata = weights_in_gguf(source)
-            check_counts(source, metadata)
-            return _gguf_tokenizer(source, _gguf_config(source))
+            _, header = weights_in_gguf(source)
+            check_counts(source, header.metadata)
+            return _gguf_tokenizer(source, GgufConfig(source, header).config)
         if isinstance(source, Path):
             folder = source
         else:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 
 from draftahead.core.device import free_host_memory
 from draftahead.errors import DamagedModelError, ModelMemoryError
+from draftahead.loader.skeleton import without_memory
 from draftahead.loader.weight_files import Held, some
 
 # Numbers of a configuration by which models build modules one by one, and the most of any model.
@@ -50,14 +50,19 @@ def _numbers(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def check_size(
-    source: Any, config: Any, held: Held, dtype: str | torch.dtype, *, trust_remote_code: bool
-) -> dict[str, torch.Size]:
+    source: Any,
+    config: Any,
+    held: Held,
+    model: Any,
+    dtype: str | torch.dtype,
+    *,
+    weight_bytes: int | None = None,
+) -> None:
     """Refuses a model with many more weights than the files hold, and one that is larger than the
-    memory: transformers would allocate and initialize what is missing. Returns the shapes of its
-    weights by the configuration."""
-    model = _without_memory(config, trust_remote_code)
+    memory: transformers would allocate and initialize what is missing. `model`: see `skeleton_of`.
+    `weight_bytes`: what its weights take, if they are not all widened to the dtype."""
     if model is None:
-        return {}
+        return
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     is_quantized = getattr(config, "quantization_config", None) is not None
     most = held.num_bytes * MOST_WEIGHTS_PER_BYTE if is_quantized else held.num_weights * SLACK
@@ -66,24 +71,21 @@ def check_size(
             f"{source} is damaged or incomplete: its configuration describes {num_weights} "
             f"weights, and its files hold {held.num_weights}"
         )
+    if weight_bytes is None:
+        weight_bytes = held.num_bytes if is_quantized else num_weights * _bytes_of(dtype, config)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    weights = held.num_bytes if is_quantized else num_weights * _bytes_of(dtype, config)
-    if weights + buffers > (free := free_host_memory()):
+    if weight_bytes + buffers > (free := free_host_memory()):
         raise ModelMemoryError(
-            f"{source} needs {(weights + buffers) / 2**30:.1f} GiB of memory, and "
+            f"{source} needs {(weight_bytes + buffers) / 2**30:.1f} GiB of memory, and "
             f"{free / 2**30:.1f} GiB are free: choose a smaller dtype or a smaller model"
         )
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def _without_memory(config: Any, trust_remote_code: bool) -> Any:
-    """The model that transformers will build, without memory for its weights; None if it cannot
-    be built, which is explained when it is loaded."""
+def skeleton_of(config: Any, trust_remote_code: bool = False) -> Any:
+    """The model that transformers will build, in float32 and without memory for its weights; None
+    if it cannot be built, which is explained when it is loaded."""
     try:
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(
-                config, trust_remote_code=trust_remote_code
-            )
+        return without_memory(config, trust_remote_code)
     except Exception:
         return None
 
@@ -107,7 +109,7 @@ def check_loaded(source: Any, model: Any, info: Mapping[str, Any]) -> None:
         )
     if misshapen := sorted(info["mismatched_keys"]):
         raise _misshapen(source, misshapen)
-    unexpected = sorted(name for name in info["unexpected_keys"] if not _may_be_left(name, model))
+    unexpected = sorted(name for name in info["unexpected_keys"] if not may_be_left(name, model))
     if unexpected:
         raise DamagedModelError(
             f"{source} does not fit its configuration: {_number(unexpected)} in its files that "
@@ -118,10 +120,15 @@ def check_loaded(source: Any, model: Any, info: Mapping[str, Any]) -> None:
 def check_shapes(source: Any, model: Any, shapes: Mapping[str, torch.Size]) -> None:
     """For a GGUF file, of which transformers compares no shapes: refuses those that differ."""
     found = {name: parameter.shape for name, parameter in model.named_parameters()}
+    refuse_misshapen(source, found, shapes)
+
+
+def refuse_misshapen(source: Any, stored: Mapping[str, Any], built: Mapping[str, Any]) -> None:
+    """Refuses tensors that have another shape in the files than in the model."""
     misshapen = [
-        (name, found[name], shape)
-        for name, shape in shapes.items()
-        if found.get(name, shape) != shape
+        (name, stored[name], shape)
+        for name, shape in built.items()
+        if stored.get(name, shape) != shape
     ]
     if misshapen:
         raise _misshapen(source, misshapen)
@@ -141,7 +148,7 @@ def _number(names: list[str]) -> str:
     return "a tensor is" if len(names) == 1 else f"{len(names)} tensors are"
 
 
-def _may_be_left(name: str, model: Any) -> bool:
+def may_be_left(name: str, model: Any) -> bool:
     """Whether a tensor that the model does not have changes nothing: buffers of old versions,
     layers that predict further tokens, scales of the KV cache beside quantized weights."""
     config = model.config.get_text_config(decoder=True)

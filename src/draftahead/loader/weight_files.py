@@ -8,10 +8,10 @@ import struct
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from draftahead.errors import DamagedModelError, ModelNotFoundError
-from draftahead.loader.gguf_header import read_gguf_header
+from draftahead.loader.gguf_header import GgufHeader, read_gguf_header
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes: as the safetensors library
@@ -28,6 +28,16 @@ BITS = {
 T = TypeVar("T")
 
 
+class Place(NamedTuple):
+    """Where a tensor of a safetensors file lies."""
+
+    file: Path
+    kind: str  # BF16, F32, ...
+    shape: tuple[int, ...]
+    start: int  # bytes from the start of the file
+    num_bytes: int
+
+
 @dataclass
 class Held:
     """What a model's weight files hold."""
@@ -36,6 +46,7 @@ class Held:
     num_weights: int = 0
     largest_dimension: int = 0
     names: set[str] = field(default_factory=set)
+    places: list[tuple[str, Place]] = field(default_factory=list)  # of safetensors files
 
     def add(self, name: str, shape: tuple[int, ...], num_bytes: int) -> None:
         self.names.add(name)
@@ -162,6 +173,11 @@ def _read_safetensors(held: Held, file: Path) -> None:
         raise _DamageError("its header is no JSON object")
     header.pop("__metadata__", None)
     spans = [(*_add_tensor(held, name, stated), name) for name, stated in header.items()]
+    data = 8 + length
+    held.places += [
+        (name, Place(file, stated["dtype"], tuple(stated["shape"]), data + first, last - first))
+        for (first, last, name), stated in zip(spans, header.values(), strict=True)
+    ]
     end = 0
     for first, last, name in sorted(spans):
         if first != end:
@@ -191,9 +207,9 @@ def _add_tensor(held: Held, name: str, stated: Any) -> tuple[int, int]:
 # -------------------------------------------------------------------------------------- GGUF
 
 
-def weights_in_gguf(file: Path) -> tuple[Held, dict[str, Any]]:
-    """What a GGUF file holds, and its metadata (of arrays, the number of items)."""
+def weights_in_gguf(file: Path) -> tuple[Held, GgufHeader]:
+    """What a GGUF file holds, and its header."""
     header, held = read_gguf_header(file), Held()
     for tensor in header.tensors:
         held.add(tensor.name, tensor.shape, tensor.num_bytes)
-    return held, header.metadata
+    return held, header

@@ -108,7 +108,7 @@ class Described:
 # How the library's description differs: a pattern and what replaces it; what the refusal says.
 DIFFERENCES = {
     "another version": (
-        r"ABI_VERSION 2\n",
+        r"ABI_VERSION 3\n",
         "ABI_VERSION 3\n",
         "ABI_VERSION is 3 in the library, 2",
     ),
@@ -119,9 +119,9 @@ DIFFERENCES = {
     "a struct less": (r"TreeArgs .*\n", "", "TreeArgs is only in abi.py"),
     "a struct more": (r"\Z", "TreeOut 8 size:0:8\n", "TreeOut is only in the library"),
     "fields exchanged": (
-        r"out_features:24:8 in_features:32:8",
-        "in_features:24:8 out_features:32:8",
-        "Weights (name:offset:size) is in_features:24:8 in the library, out_features:24:8",
+        r"out_features:32:8 in_features:40:8",
+        "in_features:32:8 out_features:40:8",
+        "Weights (name:offset:size) is in_features:32:8 in the library, out_features:32:8",
     ),
     "a field of another name": (r"kv_only", "no_head", "ForwardArgs (name:offset:size) is no_head"),
     "a field of another size": (r"(activation:\d+):8", r"\1:4", "of Model (name:offset:size)"),
@@ -133,10 +133,10 @@ DIFFERENCES = {
     "a field less": (r"num_hidden:\d+:8 ", "", "of HeadInputs (name:offset:size)"),
     "a field more": (
         r"(ScreenedHead.*)",
-        r"\1 rank:152:8",
-        "ScreenedHead (name:offset:size) is rank:152:8 in the library, missing in abi.py",
+        r"\1 rank:224:8",
+        "ScreenedHead (name:offset:size) is rank:224:8 in the library, missing in abi.py",
     ),
-    "another size of a struct": (r"ScreenedHead 152", "ScreenedHead 160", "ScreenedHead is 160 in"),
+    "another size of a struct": (r"ScreenedHead 224", "ScreenedHead 232", "ScreenedHead is 232 in"),
 }
 
 

@@ -47,7 +47,7 @@ class CpuDecoder:
         self._spec, self._cache = spec, cache
         _require_plain_inputs(spec)
         # int8: quantizing the next layer's input enlarges differences in the last bits.
-        self.tolerance = 0.05 if self._model.lm_head.scales else 1e-3
+        self.tolerance = 0.05 if _has_int8_inputs(self._model.lm_head) else 1e-3
         self._aux_layers: tuple[int, ...] = ()
         # Hidden states of the last draft by the first layers of this model.
         self._lower_layers: LowerLayerCache | None = None
@@ -234,6 +234,11 @@ def _require_plain_inputs(spec: LlamaSpec) -> None:
     addresses.of("an embedding", hidden.contiguous(), 1, 2, spec.hidden_size)
     for angles in spec.rotary(hidden, host_ints([[0, 1]])):
         addresses.of("a rotary embedding", angles.contiguous(), 1, 2, spec.head_dim)
+
+
+def _has_int8_inputs(weights: abi.Weights) -> bool:
+    is_int8 = weights.arithmetic == abi.ARITHMETICS.index("int8")
+    return weights.kind == abi.KINDS.index("INT8") or (bool(weights.panels) and is_int8)
 
 
 def _moves(found: list[list[int]], first_slot: int) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Linear layers for few tokens: float32 as they are, or int8 with a scale per group of weights."""
+"""Linear layers by our kernels: float32, as a file stores them, or int8 with a scale per group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from draftahead.backends.base import UnsupportedSpecError, kernels_can_read, req
 from draftahead.backends.cpu import abi, build
 from draftahead.backends.cpu.abi import CHUNK, PANEL
 from draftahead.backends.cpu.addresses import Addresses
+from draftahead.backends.cpu.panels import panels_of, prepare_panels
 from draftahead.backends.cpu.threads import num_threads
 from draftahead.backends.modules import patched_forwards
 from draftahead.backends.own_code import autocast_of, has_own_forward
 from draftahead.core.device import device_of
 from draftahead.errors import ConfigError, UnsupportedModelError
+from draftahead.loader.progress import ProgressCallback
+from draftahead.loader.stored import STORED_KINDS, StoredLinear
 
 # Most weights that share a scale: larger groups are less exact, smaller ones take longer.
 MAX_GROUP = 256
@@ -129,6 +133,30 @@ def _can_be_quantized(linear: nn.Linear) -> bool:
     return is_plain and weight.numel() > 0 and linear.in_features % CHUNK == 0
 
 
+# ---------------------------------------------------------------------------------- as files store
+
+
+def choose_arithmetic(model: Any, activations: str | None, report: ProgressCallback) -> None:
+    """How the kernels multiply a model's quantized weights: see LLMConfig.activations. None: with
+    inputs of 24 bits, where there are kernels."""
+    layers = [m for m in model.modules() if type(m) is StoredLinear and m.kind.startswith("Q")]
+    if not layers and activations not in (None, "float32"):
+        raise ConfigError(
+            f"activations={activations!r} is for quantized weights, as a .gguf file has them; leave "
+            "it out"
+        )
+    if layers and build.library() is None:
+        if activations not in (None, "float32"):
+            raise ConfigError(
+                f"activations={activations!r} needs our CPU kernels, and they are missing: "
+                f"{build.problem()}"
+            )
+        activations = "float32"
+    for layer in layers:
+        layer.activations = activations or "int24"
+    prepare_panels(model, report)
+
+
 # --------------------------------------------------------------------------------- for the kernels
 
 
@@ -141,33 +169,49 @@ def weights_of(
 ) -> abi.Weights:
     """A linear layer for the kernels, of the given size. Raises UnsupportedSpecError if they do not
     support it."""
-    is_int8 = type(layer) is Int8Linear
-    require(is_int8 or type(layer) is nn.Linear, f"{name} is no nn.Linear and no Int8Linear")
+    known = type(layer) in (nn.Linear, Int8Linear, StoredLinear)
+    require(known, f"{name} is no nn.Linear, Int8Linear or StoredLinear")
     out = layer.out_features if out_features is None else out_features
     in_ = layer.in_features if in_features is None else in_features
     size = (layer.out_features, layer.in_features)
     require(size == (out, in_), f"{name} has size {size}, not {(out, in_)}")
-    group_size, scales = 0, None
-    if is_int8:
-        group_size, panels = layer.group_size, -(-out // PANEL)
-        divides = group_size > 0 and group_size % CHUNK == 0 and in_ % group_size == 0
-        require(divides, f"{name} has groups of {group_size} weights")
-        packed = (panels, in_ // 4, PANEL, 4)
-        data = addresses.of(f"{name}.weight", layer.weight, *packed, dtype=torch.uint8)
-        packed = (panels, in_ // group_size, PANEL, 1)
-        scales = addresses.of(f"{name}.scales", layer.scales, *packed)
+    weights = abi.Weights(out_features=out, in_features=in_)
+    if type(layer) is StoredLinear:
+        _add_stored(weights, layer, addresses, name)
+    elif type(layer) is Int8Linear:
+        _add_int8(weights, layer, addresses, name)
     else:
-        data = addresses.of(f"{name}.weight", layer.weight, out, in_)
-    bias = layer.bias
-    return abi.Weights(
-        kind=abi.KINDS.index("INT8" if is_int8 else "F32"),
-        data=data,
-        scales=scales,
-        bias=None if bias is None else addresses.of(f"{name}.bias", bias, out),
-        out_features=out,
-        in_features=in_,
-        group_size=group_size,
-    )
+        weights.data = addresses.of(f"{name}.weight", layer.weight, out, in_)
+    if layer.bias is not None:
+        weights.bias = addresses.of(f"{name}.bias", layer.bias, out)
+    return weights
+
+
+def _add_stored(
+    weights: abi.Weights, layer: StoredLinear, addresses: Addresses, name: str
+) -> None:
+    out, in_ = weights.out_features, weights.in_features
+    per_block, block_bytes = STORED_KINDS[layer.kind]
+    require(in_ % per_block == 0, f"{name} has rows of {in_} {layer.kind} weights")
+    size = out, in_ // per_block * block_bytes
+    weights.data = addresses.of(f"{name}.rows", layer.rows, *size, dtype=torch.uint8)
+    weights.kind = abi.KINDS.index(layer.kind)
+    panels = panels_of(layer)
+    if panels is not None:
+        weights.panels = addresses.of(f"{name}.panels", panels, len(panels), dtype=torch.uint8)
+        weights.arithmetic = abi.ARITHMETICS.index(layer.activations)
+
+
+def _add_int8(weights: abi.Weights, layer: Int8Linear, addresses: Addresses, name: str) -> None:
+    out, in_, group_size = weights.out_features, weights.in_features, layer.group_size
+    panels = -(-out // PANEL)
+    divides = group_size > 0 and group_size % CHUNK == 0 and in_ % group_size == 0
+    require(divides, f"{name} has groups of {group_size} weights")
+    packed = (panels, in_ // 4, PANEL, 4)
+    weights.data = addresses.of(f"{name}.weight", layer.weight, *packed, dtype=torch.uint8)
+    packed = (panels, in_ // group_size, PANEL, 1)
+    weights.scales = addresses.of(f"{name}.scales", layer.scales, *packed)
+    weights.kind, weights.group_size = abi.KINDS.index("INT8"), group_size
 
 
 def is_supported(layer: Any) -> bool:
@@ -176,7 +220,7 @@ def is_supported(layer: Any) -> bool:
         weights_of(layer, Addresses(), "it")
     except UnsupportedSpecError:
         return False
-    return device_of(layer.weight.device).is_cpu
+    return type(layer) is StoredLinear or device_of(layer.weight.device).is_cpu
 
 
 def run_linear(layer: Any, x: Tensor) -> Tensor:
@@ -207,7 +251,7 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
 
 def output_subset(layer: Any, ids: Tensor) -> Any:
     """A copy of a linear layer with some of its outputs only: ids [M]."""
-    if type(layer) is Int8Linear:
+    if type(layer) in (Int8Linear, StoredLinear):
         return layer.subset(ids)
     subset = copy.copy(layer)
     subset._parameters = {
@@ -219,20 +263,25 @@ def output_subset(layer: Any, ids: Tensor) -> Any:
 
 
 class SmallBatchLinears:
-    """Runs a module's float32 linear layers by our kernels where they are faster than torch."""
+    """Runs a module's linear layers by our kernels: stored ones always, float32 ones where our
+    kernels are faster than torch."""
 
     def __init__(self, module: Any) -> None:
         linears = [m for m in module.modules() if type(m) is nn.Linear and is_supported(m)]
-        if build.library() is None or not has_own_forward(nn.Linear):
+        if not has_own_forward(nn.Linear):
             linears = []
+        stored = [m for m in module.modules() if type(m) is StoredLinear and is_supported(m)]
         self.enabled = True
-        self._forwards = [(linear, _small_batch_forward(linear)) for linear in linears]
+        has_kernels = build.library() is not None
+        self._float32 = [(m, _small_batch_forward(m)) for m in linears if has_kernels]
+        self._stored = [(m, partial(run_linear, m)) for m in stored if has_kernels]
 
     def patched(self) -> AbstractContextManager[None]:
         """While entered, the layers run by our kernels, except those that the user has patched."""
-        if not self.enabled or autocast_of("cpu") is not None:
+        if autocast_of("cpu") is not None:
             return nullcontext()
-        return patched_forwards([pair for pair in self._forwards if "forward" not in vars(pair[0])])
+        forwards = [*self._stored, *(self._float32 if self.enabled else [])]
+        return patched_forwards([pair for pair in forwards if "forward" not in vars(pair[0])])
 
 
 def _small_batch_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
