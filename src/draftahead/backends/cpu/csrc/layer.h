@@ -64,20 +64,21 @@ void rotate_and_store(const Model& m, const DecoderLayer& layer, const ForwardAr
   }
 }
 
-// This thread's part of act(gate(x)) * up(x): the same outputs of both, so that no barrier is
+// act(gate(x)) * up(x): the same outputs of both, so that no barrier is
 // needed before the product.
 void gated_units(const Model& m, const DecoderLayer& layer, const Inputs& inputs,
                  int64_t num_tokens, SharedBuffers& b) {
   const int64_t size = m.intermediate_size;
-  const Range mine = thread_range(size, 48);
-  if (mine.begin >= mine.end) return;
-  linear_outputs(layer.gate, inputs, num_tokens, b.gate, size, mine.begin, mine.end, Output::STORE);
-  linear_outputs(layer.up, inputs, num_tokens, b.up, size, mine.begin, mine.end, Output::STORE);
-  for (int64_t t = 0; t < num_tokens; t++)
-    for (int64_t i = mine.begin; i < mine.end; i += 16) {
-      float *gate = b.gate + t * size + i, *up = b.up + t * size + i;
-      store(gate, activate(load(gate), m.activation) * load(up));
-    }
+  share(size, 48, [&](Range part) {
+    linear_outputs(layer.gate, inputs, num_tokens, b.gate, size, part.begin, part.end,
+                   Output::STORE);
+    linear_outputs(layer.up, inputs, num_tokens, b.up, size, part.begin, part.end, Output::STORE);
+    for (int64_t t = 0; t < num_tokens; t++)
+      for (int64_t i = part.begin; i < part.end; i += 16) {
+        float *gate = b.gate + t * size + i, *up = b.up + t * size + i;
+        store(gate, activate(load(gate), m.activation) * load(up));
+      }
+  });
 }
 
 // Runs a layer over f.hidden, in place. Called by all threads; they meet before it returns.

@@ -27,6 +27,8 @@ constexpr int64_t BARRIER_SPIN_NS = 50'000;
 // level of a draft tree after 30 us.
 constexpr int64_t IDLE_SPIN_NS = 100'000;
 
+constexpr int64_t SHORTEST_SPIN_NS = 4'000;
+
 inline int64_t now_ns() {
   using std::chrono::steady_clock;
   const auto time = steady_clock::now().time_since_epoch();
@@ -65,14 +67,20 @@ class Signal {
     pthread_cond_broadcast(&changed_);
   }
 
-  // Returns the value once it is not `old`.
-  uint64_t wait(uint64_t old, int64_t spin_ns) {
+  // Returns the value once it is not `old`. `spin_ns`: how long it spins. It is halved when that
+  // was in vain, for the thread that is waited for has most likely lost its core; and doubled, up
+  // to `longest`, when it was not.
+  uint64_t wait(uint64_t old, int64_t& spin_ns, int64_t longest) {
     const int64_t end = spin_ns ? now_ns() + spin_ns : 0;
     while (spin_ns && now_ns() < end)
       for (int i = 0; i < 32; i++) {
-        if (const uint64_t now = value(); now != old) return now;
+        if (const uint64_t now = value(); now != old) {
+          spin_ns = 2 * spin_ns < longest ? 2 * spin_ns : longest;
+          return now;
+        }
         pause_briefly();
       }
+    if (spin_ns > SHORTEST_SPIN_NS) spin_ns /= 2;
     pthread_mutex_lock(&mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     while (value_.load(std::memory_order_seq_cst) == old) pthread_cond_wait(&changed_, &mutex_);
@@ -88,6 +96,9 @@ class Signal {
   pthread_cond_t changed_ = PTHREAD_COND_INITIALIZER;
 };
 
+// How long this thread spins at its next barrier.
+thread_local int64_t current_spin_ns = BARRIER_SPIN_NS;
+
 // A caller and its workers.
 class Team {
  public:
@@ -100,18 +111,35 @@ class Team {
     spins_ = count_ <= cores_;
     body_ = body, argument_ = argument;
     if (count_ > 1) job_.set((++jobs_ << 16) | uint64_t(count_));
-    work(0);
+    loops_ = work(0);
+  }
+
+  // Takes the next of `limit` chunks of a thread's part of a loop; -1 if none is left. A chunk is
+  // taken once: a loop's number in the counter says whose chunks it counts, and threads leave a
+  // loop when all of its chunks are taken, so a larger number means that none is left.
+  int64_t take_chunk(int64_t thread, uint64_t loop, int64_t limit) {
+    std::atomic<uint64_t>& taken = taken_[thread].chunks;
+    uint64_t seen = taken.load(std::memory_order_relaxed);
+    while (seen >> CHUNK_BITS <= loop) {
+      const bool first = seen >> CHUNK_BITS < loop;
+      const int64_t next = first ? 0 : int64_t(seen & ((uint64_t(1) << CHUNK_BITS) - 1));
+      if (next >= limit) return -1;
+      const uint64_t wanted = loop << CHUNK_BITS | uint64_t(next + 1);
+      if (taken.compare_exchange_weak(seen, wanted, std::memory_order_relaxed)) return next;
+    }
+    return -1;
   }
 
   void barrier() {
     // Read before this thread arrives: behind the last arrival the next call may change them.
-    const int64_t count = count_, spin_ns = spins_ ? BARRIER_SPIN_NS : 0;
+    const int64_t count = count_;
+    int64_t no_spin = 0, &spin_ns = spins_ ? current_spin_ns : no_spin;
     const uint64_t phase = phase_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == count - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.set(phase + 1);
     } else {
-      phase_.wait(phase, spin_ns);
+      phase_.wait(phase, spin_ns, BARRIER_SPIN_NS);
     }
   }
 
@@ -159,25 +187,30 @@ class Team {
   }
 
   void serve(int64_t index, uint64_t last_job) {
-    for (bool spins = true;;) {
-      last_job = job_.wait(last_job, spins ? IDLE_SPIN_NS : 0);
+    for (int64_t spin_ns = IDLE_SPIN_NS;;) {
+      last_job = job_.wait(last_job, spin_ns, IDLE_SPIN_NS);
       if (last_job == LEAVE) return;
       const int64_t count = last_job & 0xffff;
       if (index >= count) continue;
-      spins = spins_;
+      spin_ns = spins_ ? IDLE_SPIN_NS : 0;
       work(index);
     }
   }
 
-  void work(int64_t index);
+  uint64_t work(int64_t index);  // returns the number of its last loop
 
+  static constexpr int CHUNK_BITS = 20;
+  struct alignas(64) Taken {
+    std::atomic<uint64_t> chunks{0};  // the number of a loop and, in the low bits, of its chunks
+  };
   Worker workers_[MAX_WORKERS];
+  Taken taken_[MAX_WORKERS + 1];
   int64_t hired_ = 0, cores_ = 1;
   void (*body_)(const void*) = nullptr;
   const void* argument_ = nullptr;
   int64_t count_ = 1;
   bool spins_ = false;
-  uint64_t jobs_ = 0;
+  uint64_t jobs_ = 0, loops_ = 0;  // so far
   Signal job_, phase_;
   alignas(64) std::atomic<int64_t> arrived_{0};
 };
@@ -186,15 +219,18 @@ class Team {
 struct Membership {
   Team* team;
   int64_t index;
+  uint64_t loop;  // the number of the last `share` that it entered: the same in all threads
 };
-thread_local Membership current = {nullptr, 0};
+thread_local Membership current = {nullptr, 0, 0};
 
-inline void Team::work(int64_t index) {
+inline uint64_t Team::work(int64_t index) {
   const Membership before = current;
-  current = {this, index};
+  current = {this, index, loops_};
   body_(argument_);
+  const uint64_t loop = current.loop;
   barrier();
   current = before;
+  return loop;
 }
 
 // The teams that no call uses. They are kept: to start a thread takes longer than a small call.
@@ -283,6 +319,33 @@ inline Range thread_range(int64_t count, int64_t unit) {
   int64_t begin = per_thread * thread_index();
   if (begin > count) return {count, count};
   return {begin, begin + per_thread < count ? begin + per_thread : count};
+}
+
+// Chunks that each thread's part of a loop is cut into. More: the last chunks end closer to each
+// other. Fewer: less time is spent on taking them, and memory is read in longer runs.
+constexpr int64_t CHUNKS = 4;
+
+// Calls body(range) until `count` items are done, in whole multiples of `unit`, in all threads
+// together. Each thread takes chunks of its own part first, so memory is read in order; one that is
+// done takes chunks of others, so that a thread that has lost its core does not hold up the rest.
+template <class Body>
+void share(int64_t count, int64_t unit, const Body& body) {
+  Team* team = current.team;
+  if (!team) return count > 0 ? body(Range{0, count}) : void();
+  const uint64_t loop = ++current.loop;
+  const int64_t threads = team->count(), units = (count + unit - 1) / unit;
+  const int64_t per_thread = (units + threads - 1) / threads;
+  const int64_t per_chunk = (per_thread + CHUNKS - 1) / CHUNKS;
+  for (int64_t i = 0; i < threads; i++) {
+    const int64_t owner = (current.index + i) % threads, begin = owner * per_thread;
+    const int64_t end = begin + per_thread < units ? begin + per_thread : units;
+    const int64_t chunks = end > begin ? (end - begin + per_chunk - 1) / per_chunk : 0;
+    for (int64_t chunk; (chunk = team->take_chunk(owner, loop, chunks)) >= 0;) {
+      const int64_t from = begin + chunk * per_chunk;
+      const int64_t to = from + per_chunk < end ? from + per_chunk : end;
+      body(Range{from * unit, to * unit < count ? to * unit : count});
+    }
+  }
 }
 
 }  // namespace

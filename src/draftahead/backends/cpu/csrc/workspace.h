@@ -98,11 +98,12 @@ inline Inputs prepared(const Model& m, SharedBuffers& b,
   return {norm ? b.normed : x, b.integers};
 }
 
-// This thread's outputs of a linear layer: y [num_tokens][out_features].
+// A linear layer, by all threads: y [num_tokens][out_features].
 inline void linear(const Weights& w, const Inputs& inputs, int64_t num_tokens, float* y,
                    Output output) {
-  const Range mine = thread_range(w.out_features, output_unit(w));
-  linear_outputs(w, inputs, num_tokens, y, w.out_features, mine.begin, mine.end, output);
+  share(w.out_features, output_unit(w), [&](Range part) {
+    linear_outputs(w, inputs, num_tokens, y, w.out_features, part.begin, part.end, output);
+  });
 }
 
 }  // namespace
