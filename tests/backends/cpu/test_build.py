@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from draftahead import LLM, SamplingParams, errors
-from draftahead.backends.cpu import abi, build
+from draftahead.backends.cpu import abi, build, compiler
 from draftahead.backends.cpu.linear import quantize_model
 from llama_shaped import llama_shaped, needs_kernels, runner_of
 
@@ -39,7 +39,8 @@ def test_with_a_compiler_the_kernels_compile_and_load() -> None:
 
 # ------------------------------------------------------------------------ the native boundary
 
-HEADER = (build.SOURCES / "abi.h").read_text()
+HEADER = (compiler.SOURCES / "abi.h").read_text()
+CPU = (compiler.SOURCES / "cpu.cpp").read_text()
 FIELD = "FIELD(int64_t, kv_only)"  # of ForwardArgs
 
 
@@ -49,14 +50,16 @@ def compile_library(
     """A library with this abi.h whose functions do nothing takes the place of ours."""
     functions = [name for name in abi.FUNCTIONS if name not in ("draftahead_abi", without)]
     describe = "static const std::string text = abi_description(); return text.c_str();"
-    code = f"const char* draftahead_abi() {{ {describe} }}\n"
-    code += "\n".join(f"void {name}() {{}}" for name in functions)
+    code = "#define JOINED(name, isa) name##_##isa\n#define NAME(name, isa) JOINED(name, isa)\n"
+    code += f"const char* NAME(draftahead_abi, KERNEL_ISA)() {{ {describe} }}\n"
+    code += "\n".join(f"void NAME({name}, KERNEL_ISA)() {{}}" for name in functions)
     sources = folder / "csrc"
     sources.mkdir()
     (sources / "abi.h").write_text(header)
+    (sources / "cpu.cpp").write_text(CPU)
     (sources / "kernels.cpp").write_text(f'#include "abi.h"\nextern "C" {{\n{code}\n}}\n')
-    monkeypatch.setattr(build, "SOURCES", sources)
-    monkeypatch.setattr(build, "FLAGS", ["-std=c++17", "-fPIC"])
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    monkeypatch.setattr(compiler, "FLAGS", ["-std=c++17", "-fPIC"])
     monkeypatch.setenv("DRAFTAHEAD_CACHE", str(folder))
     build.reload()
 
@@ -214,9 +217,9 @@ def test_processes_that_compile_at_once_get_whole_libraries_and_leave_nothing(
         building.mkdir(parents=True)
         (building / "kernels.o").write_bytes(b"half of it")
     os.utime(abandoned, (time.time() - 3600, time.time() - 3600))
-    compiler = build._compiler()
+    command = compiler.find()
     with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: build._library_file(compiler), range(2))
+        one, other = pool.map(lambda _: build._library_file(command), range(2))
     assert one == other
     assert sorted(folder.iterdir()) == sorted([one, recent])
     assert build.library() is not None
@@ -263,7 +266,7 @@ def test_a_broken_compiler_is_named_and_the_model_runs(
     compiler = tmp_path / "a compiler"
     compiler.write_text(f"#!/bin/sh\n{script}\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(build, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.3)
     monkeypatch.chdir(tmp_path)  # one of them writes to its last argument, as --version
     monkeypatch.setenv("CXX", f"'{compiler}' --option")
     monkeypatch.setenv("DRAFTAHEAD_CACHE", str(tmp_path))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from draftahead.backends.cpu import build
+from draftahead.backends.cpu import build, compiler
 from llama_shaped import needs_kernels
 
 pytestmark = needs_kernels
@@ -27,7 +27,7 @@ def runtimes() -> tuple[str, ...]:
     """The sanitizers' libraries, which must be loaded first; empty if the compiler has none."""
     found = []
     for name in ("libasan.so", "libubsan.so"):
-        command = [*build._compiler(), f"-print-file-name={name}"]
+        command = [*compiler.find(), f"-print-file-name={name}"]
         path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         found.append(path)
     return tuple(found) if all(map(os.path.isabs, found)) else ()

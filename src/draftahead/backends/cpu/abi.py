@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftahead.backends.llama_spec import GELU_TANH, SILU
 from draftahead.core import tree
@@ -210,15 +210,24 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def declare(library: ctypes.CDLL) -> None:
-    """Tells ctypes the functions' types. AttributeError where a function is missing."""
-    for name, (result, arguments) in FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+class Library:
+    """The functions of a compiled library for one instruction set, by the names above."""
+
+    def __init__(self, compiled: ctypes.CDLL, isa: str) -> None:
+        """AttributeError where a function is missing."""
+        self.isa = isa
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(compiled, f"{name}_{isa}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
-def mismatch(library: ctypes.CDLL) -> str | None:
-    """How a declared library's constants and structs differ from these, or None."""
+def mismatch(library: Library) -> str | None:
+    """How a library's constants and structs differ from these, or None."""
     lines = library.draftahead_abi().decode().splitlines()
     theirs = {name: items for name, *items in (line.split() for line in lines)}
     ours = {name: [str(value)] for name, value in CONSTANTS.items()}

@@ -1,17 +1,14 @@
-"""Compiles csrc/ for this CPU, once, and keeps the library in the user's cache.
+"""The compiled kernels: from the package, where a wheel has brought them; else compiled for this CPU
+at first use (3 to 60 seconds) and kept in the user's cache.
 
-Compiling takes 3 to 20 seconds. Without a compiler, or if the library does not load or has other
-structs than abi.py, `library()` is None and everything runs by torch; `problem()` says why.
-
-A file that was cut short or has flipped bits kills the process that loads it, or the first call. So
-the name of a library holds a checksum of its bytes, which is compared before it is loaded.
+Without either, or if a library does not load or has other structs than abi.py, `library()` is None
+and everything runs by torch; `problem()` says why, and so does one line in the log.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
@@ -25,22 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from draftahead.backends.cpu import abi
+from draftahead.backends.cpu import abi, compiler
 from draftahead.loader.embedded import cache_root
 
-SOURCES = Path(__file__).with_name("csrc")
-FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",  # sums are fused where the source says so: see multiply_add in vectors.h
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-pthread",
-    "-fPIC",
-]
-
-COMPILE_SECONDS = 300  # then the compiler is given up
+PACKAGED = Path(__file__).with_name("compiled")  # the library of a wheel: see hatch_build.py
 BUILD_FOLDER = "building-"  # prefix of the folders in which libraries are compiled
 
 NO_COMPILER = "no C++ compiler (g++ or clang++) is installed"
@@ -49,12 +34,20 @@ logger = logging.getLogger("draftahead")
 
 
 class _Loaded(NamedTuple):
-    library: ctypes.CDLL | None
+    library: abi.Library | None
     problem: str | None
 
 
-def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None."""
+class _UnusableError(Exception):
+    """Why there are no kernels, in one line."""
+
+
+class _NoIsaError(_UnusableError):
+    """No library would help: it is the CPU, or what the user chose."""
+
+
+def library() -> abi.Library | None:
+    """The compiled kernels for this CPU's best instruction set, or None."""
     return _load().library
 
 
@@ -69,7 +62,7 @@ def is_without_compiler() -> bool:
 
 
 def reload() -> None:
-    """Makes the next call look for a compiler and load the library again."""
+    """Makes the next call look for a library and a compiler again."""
     _load.cache_clear()
 
 
@@ -78,92 +71,114 @@ def _load() -> _Loaded:
     if os.environ.get("DRAFTAHEAD_KERNELS") == "0":
         return _Loaded(None, "switched off by DRAFTAHEAD_KERNELS=0")
     try:
-        compiler = _compiler()
-        if not compiler:
-            return _Loaded(None, NO_COMPILER)
-        file = _library_file(compiler)
+        return _Loaded(_packaged() or _compiled(), None)
+    except _UnusableError as unusable:
+        logger.warning("models on the CPU run by torch alone, several times slower: %s", unusable)
+        return _Loaded(None, str(unusable))
+
+
+def _packaged() -> abi.Library | None:
+    """The library of a wheel, if it was made from these very sources."""
+    if os.environ.get("DRAFTAHEAD_KERNEL_FLAGS"):
+        return None
+    found, damaged = compiler.whole(PACKAGED, compiler.sources_digest())
+    for file in damaged:
+        logger.warning("%s is damaged: the kernels are compiled instead", file)
+    try:
+        return _opened(found) if found else None
+    except _NoIsaError:
+        raise
+    except _UnusableError as unusable:
+        logger.warning("%s is not used: %s", found, unusable)
+        return None
+
+
+def _compiled() -> abi.Library:
+    try:
+        command = compiler.find()
+        if not command:
+            raise _UnusableError(NO_COMPILER)
+        return _opened(_library_file(command))
     except subprocess.CalledProcessError as failed:
         lines = failed.stderr.decode(errors="replace").strip().splitlines()
-        return _Loaded(None, f"{compiler[0]} failed: {lines[0] if lines else failed}")
+        raise _UnusableError(f"{command[0]} failed: {lines[0] if lines else failed}") from None
     except subprocess.TimeoutExpired:
-        return _Loaded(None, f"{compiler[0]} did not finish within {COMPILE_SECONDS} seconds")
+        seconds = compiler.COMPILE_SECONDS
+        raise _UnusableError(f"{command[0]} did not finish within {seconds} seconds") from None
     except (OSError, ValueError) as failed:  # ValueError: a quote without its end
-        return _Loaded(None, f"the kernels cannot be compiled: {failed}")
+        raise _UnusableError(f"the kernels cannot be compiled: {failed}") from None
+
+
+def _opened(file: Path) -> abi.Library:
+    """The functions of a library for the instruction set that is used here."""
+    compiled = _cdll(file)
     try:
-        return _checked(ctypes.CDLL(str(file)))
-    except OSError as failed:
-        return _Loaded(None, f"the compiled kernels do not load: {failed}")
-
-
-def _compiler() -> list[str]:
-    """The command that compiles C++, or nothing."""
-    found = (path for name in ("g++", "clang++", "c++") if (path := shutil.which(name)))
-    return shlex.split(os.environ.get("CXX", "")) or [*found][:1]
-
-
-def _checked(library: ctypes.CDLL) -> _Loaded:
-    try:
-        abi.declare(library)
+        library = abi.Library(compiled, _isa(compiled))
         difference = abi.mismatch(library)
     except AttributeError as missing:
         difference = str(missing)
     if difference is not None:
-        return _Loaded(None, f"the compiled kernels have another interface: {difference}")
-    return _Loaded(library, None)
+        raise _UnusableError(f"the compiled kernels have another interface: {difference}")
+    return library
 
 
-def _library_file(compiler: Sequence[str]) -> Path:
+def _isa(compiled: ctypes.CDLL) -> str:
+    """The fastest instruction set of this CPU, or the one that the user chose."""
+    compiled.draftahead_isas.restype = ctypes.c_char_p
+    supported = compiled.draftahead_isas().decode().split()
+    chosen = os.environ.get("DRAFTAHEAD_KERNEL_ISA")
+    if not supported:
+        raise _NoIsaError("our kernels need a CPU with AVX2 or NEON")
+    if chosen and chosen not in supported:
+        names = ", ".join(supported)
+        raise _NoIsaError(f"DRAFTAHEAD_KERNEL_ISA={chosen}: this CPU has {names}")
+    return chosen or supported[0]
+
+
+def _library_file(command: Sequence[str]) -> Path:
     """The library for these sources, compiler and CPU; compiled if the cache has no whole one."""
     flags = shlex.split(os.environ.get("DRAFTAHEAD_KERNEL_FLAGS", ""))
-    sources = [file.read_bytes() for file in sorted(SOURCES.iterdir())]
-    settings = [_output_of([*compiler, "--version"]), " ".join([*FLAGS, *flags]), _cpu_features()]
-    key = _digest(b"\0".join([*sources, *(part.encode() for part in settings)]))
+    settings = [
+        compiler.sources_digest(),
+        compiler.output_of([*command, "--version"]),
+        " ".join([*compiler.FLAGS, *flags]),
+        os.environ.get("DRAFTAHEAD_KERNEL_ISA", ""),
+        _cpu_features(),
+    ]
+    key = compiler.digest(*(setting.encode() for setting in settings))
     folder = cache_root() / "kernels"
-    for found in folder.glob(f"{key}.*.so"):
-        with suppress(FileNotFoundError):  # another process may have removed it
-            if found.name == _name(key, found):
-                return found
-            found.unlink()
-            logger.warning("%s is damaged: the kernels are compiled again", found)
+    found, damaged = compiler.whole(folder, key)
+    for file in damaged:
+        file.unlink(missing_ok=True)
+        logger.warning("%s is damaged: the kernels are compiled again", file)
+    if found:
+        return found
     folder.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=BUILD_FOLDER) as building:
-        compiled, linked = Path(building) / "kernels.o", Path(building) / "kernels.so"
-        source = str(SOURCES / "kernels.cpp")
-        _output_of([*compiler, *FLAGS, *flags, "-c", source, "-o", str(compiled)])
-        _output_of([*compiler, *flags, "-pthread", "-shared", str(compiled), "-o", str(linked)])
-        return linked.replace(folder / _name(key, linked))  # atomic: two processes may compile
+    with tempfile.TemporaryDirectory(dir=folder, prefix=BUILD_FOLDER) as name:
+        building = Path(name)
+        isa = _isa(_cdll(compiler.compile_cpu(command, building, flags)))
+        linked = compiler.compile_library(command, building, [isa], flags)
+        return linked.replace(folder / compiler.named(key, linked))  # atomic: two may compile
 
 
-def _output_of(command: Sequence[str]) -> str:
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        check=True,
-        stdin=subprocess.DEVNULL,
-        timeout=COMPILE_SECONDS,
-    )
-    return done.stdout.decode(errors="replace")
-
-
-def _name(key: str, library: Path) -> str:
-    return f"{key}.{_digest(library.read_bytes())}.so"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _cdll(file: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as failed:
+        raise _UnusableError(f"the compiled kernels do not load: {failed}") from None
 
 
 def _remove_abandoned(folder: Path) -> None:
     """What processes that were killed while they compiled have left."""
     for building in folder.glob(f"{BUILD_FOLDER}*"):
         with suppress(FileNotFoundError):
-            if time.time() - building.stat().st_mtime > 2 * COMPILE_SECONDS:
+            if time.time() - building.stat().st_mtime > 2 * compiler.COMPILE_SECONDS:
                 shutil.rmtree(building, ignore_errors=True)
 
 
 def _cpu_features() -> str:
-    """The features that -march=native selects: machines of other CPUs may share the cache."""
+    """By which the instruction set is chosen: machines of other CPUs may share the cache."""
     try:
         text = Path("/proc/cpuinfo").read_text("utf-8")
         flags = [line for line in text.splitlines() if line.startswith(("flags", "Features"))]

@@ -88,7 +88,7 @@ class AuxHidden(NamedTuple):
 class Kernels:
     """The compiled library, and the scratch memory of its forward passes."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: abi.Library) -> None:
         self.library = library
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 

@@ -200,7 +200,7 @@ namespace {
 #define DESCRIBE_CONSTANT(name) text += #name " " + std::to_string(int64_t(name)) + "\n";
 
 // A line per constant, "name value"; a line per struct, "name size field:offset:size ...".
-std::string abi_description() {
+__attribute__((cold)) std::string abi_description() {
   std::string text;
   DESCRIBE_CONSTANT(ABI_VERSION)
   DESCRIBE_CONSTANT(PANEL)

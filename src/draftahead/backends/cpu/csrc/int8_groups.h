@@ -3,6 +3,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "dot.h"
 
 namespace {
 
@@ -63,19 +64,26 @@ inline void quantize_groups(const Weights& w, const float* x, uint8_t* token) {
   }
 }
 
-// Adds to each of 16 totals the products of 4 weights (uint8) and 4 inputs (int8, the same
-// four bytes in all lanes).
-inline __attribute__((always_inline)) i32x16 dot4(i32x16 total, const uint8_t* weights,
-                                                  i32x16 inputs) {
+// Four inputs of a token, and what adds their products with 4 weights of each lane to its total.
 #ifdef __AVX512VNNI__
-  return (i32x16)_mm512_dpbusd_epi32((__m512i)total, _mm512_loadu_si512(weights), (__m512i)inputs);
-#else
-  for (int lane = 0; lane < 16; lane++)
-    for (int j = 0; j < 4; j++)
-      total[lane] += int32_t(weights[4 * lane + j]) * int8_t(uint32_t(inputs[0]) >> 8 * j);
-  return total;
-#endif
+typedef i32x16 FourInputs;  // in all lanes, in a register: N panels use them
+inline __attribute__((always_inline)) FourInputs four_inputs(const int8_t* x) {
+  int32_t bytes;
+  std::memcpy(&bytes, x, sizeof bytes);
+  return (i32x16)in_register((f32x16)(i32x16{} + bytes));
 }
+inline __attribute__((always_inline)) i32x16 add_products(i32x16 total, const uint8_t* weights,
+                                                          FourInputs x) {
+  return (i32x16)_mm512_dpbusd_epi32((__m512i)total, _mm512_loadu_si512(weights), (__m512i)x);
+}
+#else
+typedef const int8_t* FourInputs;
+inline FourInputs four_inputs(const int8_t* x) { return x; }
+inline __attribute__((always_inline)) i32x16 add_products(i32x16 total, const uint8_t* weights,
+                                                          FourInputs x) {
+  return dot4<true>(total, load_bytes(weights), x);
+}
+#endif
 
 // One panel of outputs of T tokens. Sums within a group are integers: exact in any order.
 template <int T>
@@ -109,11 +117,9 @@ void int8_panel(const Weights& w, const Int8Inputs& a, float* y, int64_t stride,
       }
 #pragma GCC unroll 8
       for (int t = 0; t < T; t++) {
-        int32_t bytes;
-        std::memcpy(&bytes, a.integers(t) + k, sizeof bytes);
-        i32x16 four = (i32x16)in_register((f32x16)(i32x16{} + bytes));
+        const FourInputs four = four_inputs(a.integers(t) + k);
 #pragma GCC unroll 8
-        for (int i = 0; i < N; i++) total[i][t] = dot4(total[i][t], data + 64 * i, four);
+        for (int i = 0; i < N; i++) total[i][t] = add_products(total[i][t], data + 64 * i, four);
       }
     }
 #pragma GCC unroll 8

@@ -5,32 +5,38 @@
 // order that depends neither on the number of tokens nor on a token's place among them, so the bits
 // of a token's logits are the same as a root, as a drafted node, and in any batch.
 //
-// Read in this order: abi.h (structs from Python), vectors.h, blocks.h, float_rows.h, panels.h,
+// Read in this order: abi.h (structs from Python), vectors.h, blocks.h, float_rows.h, dot.h, panels.h,
 // int8_groups.h, linear.h, threads.h, workspace.h, attention.h, layer.h, screening.h, forward.h,
 // tree_builder.h; the functions below are all that Python calls.
 
 #include "tree_builder.h"
 
+// The name that Python calls: draftahead_forward_avx2, for one. This file is compiled once for each
+// instruction set (compiler.py), and all of them may lie in one library.
+#define JOINED(name, isa) draftahead_##name##_##isa
+#define NAME(name, isa) JOINED(name, isa)
+#define EXPORT(name) NAME(name, KERNEL_ISA)
+
 extern "C" {
 
 // See abi_description.
-const char* draftahead_abi() {
+const char* EXPORT(abi)() {
   static const std::string text = abi_description();
   return text.c_str();
 }
 
-int64_t draftahead_scratch_size(const Model* m, int64_t num_tokens, int64_t threads) {
+int64_t EXPORT(scratch_size)(const Model* m, int64_t num_tokens, int64_t threads) {
   return scratch_size(*m, num_tokens, threads);
 }
 
 // This and the next: what is wrong about the sizes of the call, and then nothing is done; or null.
-const char* draftahead_forward(const Model* m, const ForwardArgs* args, int64_t threads) {
+const char* EXPORT(forward)(const Model* m, const ForwardArgs* args, int64_t threads) {
   const char* problem = invalid(*m, *args);
   if (!problem) forward(*m, *args, threads);
   return problem;
 }
 
-const char* draftahead_build_trees(const Model* m, TreeArgs* args, int64_t threads) {
+const char* EXPORT(build_trees)(const Model* m, TreeArgs* args, int64_t threads) {
   if (const char* problem = invalid(*m, *args)) return problem;
   try {
     build_trees(*m, *args, threads);
@@ -39,23 +45,23 @@ const char* draftahead_build_trees(const Model* m, TreeArgs* args, int64_t threa
 }
 
 // Bytes of a token's inputs that draftahead_linear needs memory for.
-int64_t draftahead_integer_bytes(const Weights* w) { return integer_bytes(*w); }
+int64_t EXPORT(integer_bytes)(const Weights* w) { return integer_bytes(*w); }
 
 // One linear layer, for models that draftahead_forward does not support. `integers`: memory for
 // quantized inputs.
-void draftahead_linear(const Weights* w, const float* x, int64_t num_tokens, float* y,
+void EXPORT(linear)(const Weights* w, const float* x, int64_t num_tokens, float* y,
                        int64_t threads, uint8_t* integers) {
   linear_all_threads(*w, x, num_tokens, y, threads, integers);
 }
 
 // Bytes of a matrix in panels (panels.h); 0: its kind has none.
-int64_t draftahead_panels_size(const Weights* w) {
+int64_t EXPORT(panels_size)(const Weights* w) {
   if (w->kind < Q4_0) return 0;
   return (w->out_features + LANES - 1) / LANES * panel_bytes(w->kind, w->in_features);
 }
 
 // Writes a matrix whose rows are at `data` in panels.
-void draftahead_make_panels(const Weights* w, uint8_t* panels, int64_t threads) {
+void EXPORT(make_panels)(const Weights* w, uint8_t* panels, int64_t threads) {
   parallel(threads, [&] {
     const Range mine = thread_range((w->out_features + LANES - 1) / LANES, 1);
     for (int64_t n = mine.begin; n < mine.end; n++)
@@ -65,7 +71,7 @@ void draftahead_make_panels(const Weights* w, uint8_t* panels, int64_t threads) 
 
 // Reads memory and does nothing else: the memory-bandwidth bound that a forward is measured
 // against.
-float draftahead_read_memory(const float* data, int64_t count, int64_t threads) {
+float EXPORT(read_memory)(const float* data, int64_t count, int64_t threads) {
   std::atomic<float> total{0};
   parallel(threads, [&] {
     const Range mine = thread_range(count, 128);

@@ -18,6 +18,7 @@
 #include <cmath>
 
 #include "blocks.h"
+#include "dot.h"
 
 namespace {
 
@@ -237,49 +238,6 @@ struct GroupScales {
 };
 
 // --------------------------------------------------------------------------------------- products
-
-// Adds to each lane the products of 4 weights and 4 inputs, the same in all lanes. BYTE: weights
-// may exceed 127.
-template <bool BYTE>
-inline __attribute__((always_inline)) i32x16 dot4(i32x16 total, u8x64 weights, const int8_t* x) {
-#if defined(__AVX512VNNI__)
-  // With the inputs as a memory operand: compilers load them by an instruction of its own.
-  asm("vpdpbusd %2%{1to16%}, %1, %0"
-      : "+v"(total)
-      : "v"(weights), "m"(*reinterpret_cast<const int8_t (*)[4]>(x)));
-  return total;
-#elif defined(__AVX2__)
-  union {
-    i32x16 whole;
-    __m256i half[2];
-  } sum = {total};
-  union {
-    u8x64 whole;
-    __m256i half[2];
-  } w = {weights};
-  int32_t four;
-  std::memcpy(&four, x, sizeof four);
-  const __m256i bytes = _mm256_set1_epi32(four);
-  for (int i = 0; i < 2; i++) {
-    __m256i products;
-    if (BYTE) {  // pairs of products exceed 16 bits: even and odd bytes each as 16 bits
-      const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
-      const __m256i mask = _mm256_set1_epi16(255);
-      products = _mm256_add_epi32(
-          _mm256_madd_epi16(_mm256_and_si256(w.half[i], mask), even),
-          _mm256_madd_epi16(_mm256_srli_epi16(w.half[i], 8), _mm256_srai_epi16(bytes, 8)));
-    } else {
-      products = _mm256_madd_epi16(_mm256_maddubs_epi16(w.half[i], bytes), _mm256_set1_epi16(1));
-    }
-    sum.half[i] = _mm256_add_epi32(sum.half[i], products);
-  }
-  return sum.whole;
-#else
-  for (int lane = 0; lane < 16; lane++)
-    for (int j = 0; j < 4; j++) total[lane] += int32_t(weights[4 * lane + j]) * x[j];
-  return total;
-#endif
-}
 
 template <int LIMBS>
 inline __attribute__((always_inline)) f32x16 combined(const i32x16* limbs) {

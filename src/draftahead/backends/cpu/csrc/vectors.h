@@ -8,6 +8,8 @@
 #include <cstring>
 #if defined(__FMA__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -134,6 +136,14 @@ inline __attribute__((always_inline)) f32x16 from_f16(const uint8_t* p) {
   v.half[0] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   v.half[1] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16)));
   return v.whole;
+#elif defined(__aarch64__)
+  union {
+    f32x16 whole;
+    float32x4_t quarter[4];
+  } v;
+  for (int i = 0; i < 4; i++)
+    v.quarter[i] = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i)));
+  return v.whole;
 #else
   f32x16 v;
   for (int i = 0; i < 16; i++) v[i] = half_to_float(p + 2 * i);
@@ -168,6 +178,17 @@ inline __attribute__((always_inline)) i32x16 round_to_integers(f32x16 v) {
   } y;
   for (int i = 0; i < 2; i++) y.half[i] = _mm256_cvtps_epi32(x.half[i]);
   return y.whole;
+#elif defined(__aarch64__)
+  union {
+    f32x16 whole;
+    float32x4_t quarter[4];
+  } x = {v};
+  union {
+    int32x4_t quarter[4];
+    i32x16 whole;
+  } y;
+  for (int i = 0; i < 4; i++) y.quarter[i] = vcvtnq_s32_f32(x.quarter[i]);
+  return y.whole;
 #else
   i32x16 y;
   for (int i = 0; i < 16; i++)
@@ -200,6 +221,13 @@ inline __attribute__((always_inline)) f32x16 multiply_add(f32x16 a, f32x16 b, f3
   } x = {a}, y = {b}, z = {c};
   z.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
   z.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+  return z.whole;
+#elif defined(__aarch64__)
+  union {
+    f32x16 whole;
+    float32x4_t quarter[4];
+  } x = {a}, y = {b}, z = {c};
+  for (int i = 0; i < 4; i++) z.quarter[i] = vfmaq_f32(z.quarter[i], x.quarter[i], y.quarter[i]);
   return z.whole;
 #else
   return a * b + c;
