@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+from draftahead.backends.cpu.threads import torch_single_threaded
 from draftahead.core.types import Request, SequenceState
 from draftahead.engine.engine import Engine
 from draftahead.errors import ConfigError
@@ -144,7 +145,8 @@ class SharedEngine:
         """Runs steps until the leader's own wait is over."""
         self._do_tasks()
         while not leader.check():
-            self.engine.step()
+            with torch_single_threaded():
+                self.engine.step()
             self._do_tasks()
             for waiter in list(self._waiters):
                 if waiter is not leader and not waiter.done and waiter.check():

@@ -27,6 +27,7 @@ from draftahead.backends.cpu.kernels import (
 )
 from draftahead.backends.cpu.linear import weights_of
 from draftahead.backends.cpu.lower_layers import LowerLayerCache
+from draftahead.backends.cpu.threads import torch_single_threaded
 from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core import tree
 from draftahead.core.device import host_ints
@@ -83,6 +84,7 @@ class CpuDecoder:
     def supports(self, num_sequences: int, num_nodes: int, with_logits: bool) -> bool:
         return num_nodes <= tree.MAX_NODES
 
+    @torch_single_threaded()
     def forward(
         self,
         tokens: Tensor,

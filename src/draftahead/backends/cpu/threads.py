@@ -90,8 +90,9 @@ def _text(file: Path) -> str:
 @contextmanager
 def torch_single_threaded() -> Iterator[None]:
     """While entered, torch's operations in this Python thread take one thread; our kernels take as
-    many as before. The operations between our kernels are small (30 µs), and on a busy machine
-    waiting for a second thread can take a time slice (8 ms).
+    many as before. The operations between our kernels are small (30 µs). For a second thread they
+    would wait, on a busy machine a time slice (8 ms); and OpenMP's threads spin for milliseconds
+    after an operation, on the cores of our kernels' threads.
 
     May be nested. Other Python threads that already use torch keep their number of OpenMP threads;
     MKL's number belongs to the process, so their matrix products are slower meanwhile. Those that
@@ -112,3 +113,16 @@ def torch_single_threaded() -> Iterator[None]:
         torch.set_num_threads(full)
         with _lock:
             _entered.discard(thread)
+
+
+@contextmanager
+def torch_all_threads() -> Iterator[None]:
+    """Within `torch_single_threaded`: a part that takes all threads, as a model's own forward."""
+    if threading.get_ident() not in _entered:
+        yield
+        return
+    try:
+        torch.set_num_threads(_full)
+        yield
+    finally:
+        torch.set_num_threads(1)
