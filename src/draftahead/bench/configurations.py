@@ -130,7 +130,7 @@ def other_engines(names: Sequence[str], model: str, device: torch.device) -> lis
     """Other engines on the same model, by name."""
     found: list[Configuration] = []
     if "transformers" in names:
-        # Loaded again: our model may be quantized or stored, and its attention function is replaced.
+        # Loaded again: our model may be quantized, stored, and its attention function is replaced.
         own = load(model, dtype=resolve_dtype(None, device), device=device)[0]
         look_up = Transformers("transformers prompt look-up", own, prompt_lookup_num_tokens=8)
         found += [Transformers("transformers", own), look_up]
