@@ -108,7 +108,8 @@ class LLMConfig(Parameters):
         longer follows the target's distribution. All reports say so.
     generation_config: "model" fills sampling parameters that are not set from the model's
         generation_config, as `model.generate` does; None ignores it.
-    dtype, device: for models loaded by name.
+    dtype, device: for models loaded by name. Unset, a CPU computes in float32 over weights as they
+        are stored, in their file; "float32" widens them in memory.
     revision: a branch, tag or commit of the target, if it comes from a hub.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
     quantize: "int8" quantizes the weights (CPU). Speculation is exact with respect to that model.

@@ -68,7 +68,7 @@ class ModelOptions:
     model: Annotated[str, Option(help="Alias, hub id, folder or .gguf file.")] = "smollm2"
     dtype: Annotated[
         str | None,
-        Option(help="float32 or bfloat16; unset: float32 on a CPU, else the model's own."),
+        Option(help="float32 or bfloat16; unset: the model's own, computed in float32 on a CPU."),
     ] = None
     device: Annotated[str | None, Option(help="cpu or cuda:1; unset: a GPU, if any.")] = None
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a hub id.")] = None
