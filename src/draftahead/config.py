@@ -15,6 +15,7 @@ from draftahead.core.types import Exact
 from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError
+from draftahead.kv.formats import KV_CACHE_DTYPES
 from draftahead.loader.hub import DTYPES
 from draftahead.models.support import MODEL
 from draftahead.sampling.accept import AcceptanceRule
@@ -45,6 +46,7 @@ _KINDS = {  # but of the drafter, which is checked when it is built, and of gene
     "max_context": whole(1),
     "revision": TEXT,
     "quantize": choice("int8"),
+    "kv_cache_dtype": choice(*KV_CACHE_DTYPES),
     "compile": FLAG,
     "trust_remote_code": FLAG,
 }
@@ -82,7 +84,6 @@ _ADVICE = {
     ),
     "enable_prefix_caching": "pass reuse=True to the method stream",
     "enforce_eager": "compile=False is the default",
-    "kv_cache_dtype": "the KV cache has the dtype of the model",
     "attn_implementation": "attention is draftahead's own: leave it out",
     **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens", "seed"), _SAMPLING),
     "max_new_tokens": "write max_tokens, a parameter of SamplingParams",
@@ -110,6 +111,8 @@ class LLMConfig(Parameters):
     revision: a branch, tag or commit of the target, if it comes from a hub.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
     quantize: "int8" quantizes the weights (CPU). Speculation is exact with respect to that model.
+    kv_cache_dtype: "bfloat16" or "int8" rounds keys and values as they are stored (CPU): half and
+        28% of float32's memory. Speculation is exact with respect to that model.
     compile: on a GPU, torch.compile for the layers of models that our own kernels do not support:
         faster forwards, after some seconds of compilation for every new number of nodes.
     trust_remote_code: run Python code that comes with a model from a hub.
@@ -132,6 +135,7 @@ class LLMConfig(Parameters):
     max_batch: int = 8
     max_context: int | None = None
     quantize: Literal["int8"] | None = None
+    kv_cache_dtype: Literal["bfloat16", "int8"] | None = None
     compile: bool = False
     trust_remote_code: bool = False
 

@@ -35,6 +35,7 @@ from draftahead.core.types import ForwardOutput
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache, KVShapeProbe
+from draftahead.kv.formats import KV_CACHE_DTYPES
 from draftahead.models import support
 from draftahead.models.layer_subset import LayerSubset, aux_hidden_states
 from draftahead.models.support import text_config
@@ -57,9 +58,11 @@ class ModelRunner:
         max_context: int | None,
         scratch_entries: int,
         compiled: bool = False,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         """`scratch_entries`: KV entries behind the context, for drafted nodes. `compiled`: on a
-        GPU, layers of a model that our kernels do not support go through torch.compile."""
+        GPU, layers of a model that our kernels do not support go through torch.compile.
+        `kv_cache_dtype`: see kv/formats.py; None: as the model computes keys and values."""
         support.refuse_unsupported(model)
         self.model, self.compiled = model, compiled
         self.device: torch.device = model.device
@@ -79,10 +82,24 @@ class ModelRunner:
             probe = self._probe()
             self._fingerprint = ModelFingerprint(model)
             num_entries = self.max_context + scratch_entries
-            self.cache = KVCache(probe.shapes, max_batch, num_entries, probe.dtype, self.device)
+            stored_dtype = None
+            if kv_cache_dtype is not None:
+                stored_dtype = self._stored_dtype(kv_cache_dtype)
+            self.cache = KVCache(
+                *(probe.shapes, max_batch, num_entries, probe.dtype, self.device),
+                stored_dtype=stored_dtype,
+            )
             if model.config.model_type not in support.TESTED:
                 support.check_against_plain_forward(self)
             self._backend = self._choose_backend()
+
+    def _stored_dtype(self, kv_cache_dtype: str) -> torch.dtype:
+        if self._is_gpu:
+            raise ConfigError(
+                f"kv_cache_dtype {kv_cache_dtype!r} is for models on a CPU; on {self.device} the KV "
+                "cache has the dtype of the model: leave it out"
+            )
+        return KV_CACHE_DTYPES[kv_cache_dtype]
 
     @property
     def batch_invariant(self) -> bool:

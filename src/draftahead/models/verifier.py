@@ -49,6 +49,7 @@ class Verifier:
         max_context: int | None,
         exact: Exact,
         compiled: bool,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         self.replay = exact == "replay"
         self.runner = ModelRunner(
@@ -57,6 +58,7 @@ class Verifier:
             max_context=max_context,
             scratch_entries=REPLAY_CHUNK if self.replay else MAX_NODES,
             compiled=compiled,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.cache = self.runner.cache
         self.max_context, self.vocab_size = self.runner.max_context, self.runner.vocab_size

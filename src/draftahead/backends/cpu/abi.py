@@ -12,12 +12,14 @@ from typing import Any
 
 from draftahead.backends.llama_spec import GELU_TANH, SILU
 from draftahead.core import tree
+from draftahead.kv.formats import KV_BLOCK
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 # Compared with the library's, as are the structs. csrc/abi.h says what they mean.
 PANEL, CHUNK, TOPK, MAX_CHILDREN = 48, 64, 4, 16
 INPUT_NORMS = ("none", "each", "all")  # enum InputNorm
+KV_FORMATS = ("float32", "bfloat16", "int8")  # enum KVFormat
 CONSTANTS = {
     "ABI_VERSION": 2,
     "PANEL": PANEL,
@@ -25,8 +27,10 @@ CONSTANTS = {
     "TOPK": TOPK,
     "MAX_CHILDREN": MAX_CHILDREN,
     "MAX_NODES": tree.MAX_NODES,
+    "KV_BLOCK": KV_BLOCK,
     "SILU": SILU,
     "GELU_TANH": GELU_TANH,
+    **{f"KV_{name.upper()}": number for number, name in enumerate(KV_FORMATS)},
     "NO_NORM": INPUT_NORMS.index("none"),
     "NORM_EACH": INPUT_NORMS.index("each"),
     "NORM_ALL": INPUT_NORMS.index("all"),
@@ -91,6 +95,7 @@ class Model(Struct):
         ("intermediate_size", INT),
         ("num_slots", INT),
         ("num_entries", INT),
+        ("kv_format", INT),
         ("activation", INT),
         ("final_norm", POINTER),
         ("lm_head", Weights),

@@ -17,6 +17,8 @@ typedef float f32x16_unaligned __attribute__((vector_size(64), aligned(4), may_a
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef int8_t i8x16_unaligned __attribute__((vector_size(16), aligned(1), may_alias));
 
 // Adding and subtracting 1.5 * 2^23 rounds a float32 of magnitude below 2^22 to an integer.
@@ -24,7 +26,8 @@ constexpr float ROUND_TO_INTEGER = 12582912.0f;
 
 inline f32x16 load(const float* p) { return *reinterpret_cast<const f32x16_unaligned*>(p); }
 inline void store(float* p, f32x16 v) { *reinterpret_cast<f32x16_unaligned*>(p) = v; }
-inline f32x16 broadcast(float v) { return f32x16{} + v; }
+// v - 0 is v for every v, so no subtraction is left of it; 0 + v is not, for -0.
+inline f32x16 broadcast(float v) { return v - f32x16{}; }
 
 inline f32x16 load_partial(const float* p, long count) {  // the first `count` lanes; zeros behind
   float lanes[16] = {0};
