@@ -295,7 +295,7 @@ class LLM:
             f"drafter: {type(self.engine.drafter).__name__}, {drafter}; exact: {config.exact}",
             f"KV cache: {config.kv_cache_dtype or str(cache.dtype).removeprefix('torch.')}, "
             f"{cache.num_slots} slots of {runner.max_context} tokens, "
-            f"{cache.bytes / 2**30:.2f} GiB at most",
+            f"{cache.used_bytes / 2**30:.2f} GiB used, {cache.bytes / 2**30:.2f} GiB at most",
         ]
         return found if config.lossless else [*found, NOT_LOSSLESS]
 

@@ -35,7 +35,10 @@ def test_the_bytes_of_an_int8_row() -> None:
     assert row[:8].view(torch.float32).tolist() == pytest.approx([2.0, 0.1])
     integers = row[8:].view(torch.int8)
     assert {i: int(integers[i]) for i in integers.nonzero().flatten().tolist()} == {
-        **{0: 127, 1: -2, 40: 127, 47: -63}
+        0: 127,
+        1: -2,
+        40: 127,
+        47: -63,
     }
 
 

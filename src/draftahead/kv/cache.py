@@ -7,20 +7,21 @@ Entries behind them are masked, and the next forward overwrites them: there is n
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftahead.core.device import device_of, small_tensor
 from draftahead.errors import CacheMemoryError, UnsupportedModelError
+from draftahead.kv import memory
 from draftahead.kv.formats import from_rows, overflows, row_width, to_rows
 
-ALIGNMENT = 64  # bytes: CPU kernels load vectors of this size
+# Bytes of a slot that are worth giving back to the system, which takes 1 to 10 ms. Smaller: more
+# time; larger: more memory is kept in case that the slot's next sequence needs it.
+MIN_GIVEN_BACK = 16 * 2**20
 
 
 class LayerKVShape(NamedTuple):
@@ -57,7 +58,8 @@ class KVCache:
             + s.num_value_heads * row_width(s.value_dim, dtype)
             for s in shapes
         )
-        self.bytes = per_token * dtype.itemsize * num_slots * num_entries
+        self.bytes_per_token = per_token * dtype.itemsize
+        self.bytes = self.bytes_per_token * num_slots * num_entries
         _check_memory(self.bytes, num_slots, num_entries, device)
 
         # (heads, head_dim) of keys and values, layer by layer. Tensors of equal shape are stacked:
@@ -81,6 +83,10 @@ class KVCache:
         self.tokens_in: list[list[int]] = [[] for _ in range(num_slots)]
         self.write_count = 0  # changes of entries other than by forwards
         self.long_rope = [False] * num_slots  # which frequencies rotated a slot: see runner.py
+        # Entries of each slot that forwards have written and whose memory was not given back, from
+        # entry 0 on; and the admission at which the slot was last used (see scheduler.py).
+        self.written = [0] * num_slots
+        self.last_used = [0] * num_slots
         # Slots whose prompt may have left NaN: no logits that read its entries were seen yet.
         self.is_unverified = [False] * num_slots
         # Copies entries by a CUDA graph; False if it cannot. Where there is one, KV compaction is
@@ -195,6 +201,7 @@ class KVCache:
             self.clear_slot(to)
         self.write_count += 1
         tokens, self.tokens_in[to] = list(self.tokens_in[source]), []
+        self.note_writes(to, 1, len(tokens))
         for stored in self.tensors():
             stored[:, to, :, : len(tokens)] = stored[:, source, :, : len(tokens)]
         self.tokens_in[to] = tokens
@@ -211,7 +218,30 @@ class KVCache:
         self.write_count += 1
         del self.tokens_in[slot][start:]
         for stored in self.tensors():
-            stored[:, slot, :, start:end] = 0
+            memory.erase(stored[:, slot, :, start:end])
+        if end >= self.written[slot]:
+            self.written[slot] = min(self.written[slot], start)
+
+    # ----------------------------------------------------------------------------------- memory
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all entries that were written."""
+        return sum(self.written) * self.bytes_per_token
+
+    def note_writes(self, first_slot: int, count: int, end: int) -> None:
+        """Before a forward that writes entries below `end` of `count` slots."""
+        for slot in range(first_slot, first_slot + count):
+            self.written[slot] = max(self.written[slot], end)
+
+    def give_back(self, slot: int, start: int) -> None:
+        """Gives the memory of entries from `start` on back to the system, and forgets their tokens.
+        On a GPU nothing, nor if it is little."""
+        is_much = (self.written[slot] - start) * self.bytes_per_token >= MIN_GIVEN_BACK
+        if device_of(self.keys[0].device).is_cpu and is_much:
+            self.erase(slot, start, self.written[slot])
+
+    # -------------------------------------------------------------------------- moves of slots
 
     def swap_slots(self, one: int, other: int) -> None:
         if one == other:
@@ -225,10 +255,15 @@ class KVCache:
             copy = stored[:, one, :, :length].clone()
             stored[:, one, :, :length] = stored[:, other, :, :length]
             stored[:, other, :, :length] = copy
+            self.note_writes(one, 1, length)
+            self.note_writes(other, 1, length)
         rope[one], rope[other] = rope[other], rope[one]
+        self.last_used[one], self.last_used[other] = self.last_used[other], self.last_used[one]
         unverified = self.is_unverified  # what lies behind the tokens is not swapped
         unverified[one] = unverified[other] = unverified[one] or unverified[other]
         tokens[one], tokens[other] = swapped
+        for slot in (one, other):
+            self.give_back(slot, len(tokens[slot]))
 
 
 def copy_entries(tensors: Sequence[Tensor], slots: Tensor, to: Tensor, source: Tensor) -> None:
@@ -434,14 +469,11 @@ class KVShapeProbe(_CacheMethods):
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since a masked NaN would still reach a sum (0 * NaN). On a CPU by numpy, whose zeros
-    take no memory until they are written: few sequences fill their context."""
-    if not device_of(device).is_cpu:
-        return torch.zeros(size, dtype=dtype, device=device)
-    needed = math.prod(size) * dtype.itemsize
-    block = np.zeros(needed + ALIGNMENT, np.uint8)
-    start = -block.ctypes.data % ALIGNMENT
-    return torch.from_numpy(block[start : start + needed]).view(dtype).view(size)
+    """Zeros, since a masked NaN would still reach a sum (0 * NaN). On a CPU they take no memory
+    until they are written: few sequences fill their context."""
+    if device_of(device).is_cpu:
+        return memory.zeros(size, dtype)
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def _check_memory(needed: int, slots: int, entries: int, device: torch.device) -> None:

@@ -96,8 +96,8 @@ class ModelRunner:
     def _stored_dtype(self, kv_cache_dtype: str) -> torch.dtype:
         if self._is_gpu:
             raise ConfigError(
-                f"kv_cache_dtype {kv_cache_dtype!r} is for models on a CPU; on {self.device} the KV "
-                "cache has the dtype of the model: leave it out"
+                f"kv_cache_dtype {kv_cache_dtype!r} is for models on a CPU; on {self.device} the "
+                "KV cache has the dtype of the model: leave it out"
             )
         return KV_CACHE_DTYPES[kv_cache_dtype]
 
@@ -145,6 +145,7 @@ class ModelRunner:
         dummy = threshold is not None and long_rope and end <= threshold
         if max(kv_len, end + dummy) > self.cache.num_entries:
             raise ConfigError(f"{num_nodes} nodes do not fit behind {max(num_cached)} tokens")
+        self.cache.note_writes(first_slot, batch, end + dummy)
         if not dummy and isinstance(num_context_tokens, int):
             last = self._last_position(first_slot)
             cache_slice = CacheSlice(first_slot, kv_len, last, num_context_tokens)
@@ -303,6 +304,7 @@ class ModelRunner:
         self.cache.long_rope[slot] = long_rope
         reused = self.cache.matching_prefix(slot, tokens)
         del held[reused:]
+        self.cache.give_back(slot, len(tokens))
         longest = PREFILL_CHUNK if take_logits is None else LOGITS_CHUNK
         size = chunk or (NODES_PER_CALL if self.batch_invariant else longest)
         for start in range(reused, len(tokens), size):
