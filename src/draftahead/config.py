@@ -111,8 +111,9 @@ class LLMConfig(Parameters):
     revision: a branch, tag or commit of the target, if it comes from a hub.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
     quantize: "int8" quantizes the weights (CPU). Speculation is exact with respect to that model.
-    kv_cache_dtype: "bfloat16" or "int8" rounds keys and values as they are stored (CPU): half and
-        28% of float32's memory. Speculation is exact with respect to that model.
+    kv_cache_dtype: "bfloat16" or "int8" (with a scale per 32 numbers) rounds the target's keys and
+        values as they are stored (CPU): half and 28% of float32's memory. Speculation is exact with
+        respect to that model.
     compile: on a GPU, torch.compile for the layers of models that our own kernels do not support:
         faster forwards, after some seconds of compilation for every new number of nodes.
     trust_remote_code: run Python code that comes with a model from a hub.

@@ -9,8 +9,10 @@ import pytest
 
 import zoo
 from draftahead import LLM, SamplingParams
+from draftahead.errors import ConfigError
 from draftahead.kv.formats import KV_CACHE_DTYPES
 from drafted import ALL, KnowsOutput
+from emulated_gpu import emulated_gpu
 from llama_shaped import llama_shaped, needs_kernels
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -78,3 +80,39 @@ def test_rounding_is_no_pretence(rounded: Any) -> None:
     ]
     (ours,), (exact,) = (out.logprobs for out in both)
     assert 0 < abs(ours.logprob - exact.logprob) < 0.1
+
+
+def test_describe_names_the_format_and_a_second_engine_keeps_it(rounded: Any) -> None:
+    model, options, _ = rounded
+    llm = LLM(model, "none", **options)
+    line = next(line for line in llm.describe() if line.startswith("KV cache"))
+    assert line.startswith(f"KV cache: {options['kv_cache_dtype']}, 2 slots of ")
+    assert llm.with_drafter("lookup").engine.verifier.cache.stored_dtype == (
+        llm.engine.verifier.cache.stored_dtype
+    )
+
+
+def test_memory_of_a_rounded_cache() -> None:
+    model = zoo.tiny("llama")
+    dims = LLM(model, "none", max_batch=2).engine.verifier.cache.shapes
+    numbers = sum(s.num_key_heads * s.key_dim + s.num_value_heads * s.value_dim for s in dims)
+    dim = dims[0].key_dim
+    for dtype, per_number in (
+        (None, 4.0),
+        ("bfloat16", 2.0),
+        ("int8", 1 + 4 * -(-dim // 32) / dim),
+    ):
+        cache = LLM(model, "none", max_batch=2, kv_cache_dtype=dtype).engine.verifier.cache
+        assert cache.bytes == numbers * per_number * 2 * cache.num_entries
+        assert cache.bytes == sum(stored.nbytes for stored in cache.tensors())
+
+
+@pytest.mark.parametrize("wrong", ["fp8", "float32", "auto", 8])
+def test_a_dtype_that_does_not_exist_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be bfloat16 or int8"):
+        LLM(zoo.tiny("llama"), "none", kv_cache_dtype=wrong)
+
+
+def test_a_gpu_keeps_keys_and_values_in_the_dtype_of_the_model() -> None:
+    with emulated_gpu(), pytest.raises(ConfigError, match="for models on a CPU.*leave it out"):
+        LLM(zoo.tiny("llama"), "none", kv_cache_dtype="int8")
