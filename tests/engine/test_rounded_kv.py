@@ -98,7 +98,7 @@ def test_memory_of_a_rounded_cache() -> None:
     numbers = sum(s.num_key_heads * s.key_dim + s.num_value_heads * s.value_dim for s in dims)
     dim = dims[0].key_dim
     for dtype, per_number in (
-        (None, 4.0),
+        (None, model.dtype.itemsize),
         ("bfloat16", 2.0),
         ("int8", 1 + 4 * -(-dim // 32) / dim),
     ):
@@ -109,10 +109,10 @@ def test_memory_of_a_rounded_cache() -> None:
 
 @pytest.mark.parametrize("wrong", ["fp8", "float32", "auto", 8])
 def test_a_dtype_that_does_not_exist_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype must be bfloat16 or int8"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be 'bfloat16' or 'int8', not "):
         LLM(zoo.tiny("llama"), "none", kv_cache_dtype=wrong)
 
 
 def test_a_gpu_keeps_keys_and_values_in_the_dtype_of_the_model() -> None:
-    with emulated_gpu(), pytest.raises(ConfigError, match="for models on a CPU.*leave it out"):
+    with emulated_gpu(), pytest.raises(ConfigError, match=r"for models on a CPU.*leave it out"):
         LLM(zoo.tiny("llama"), "none", kv_cache_dtype="int8")

@@ -81,9 +81,9 @@ class Scheduler:
             self.running.append(one)
             self.waiting.popleft()
             self._num_admitted += 1
-        for idle in range(len(self.running), self.max_batch):
-            if self._num_admitted - self._cache.last_used[idle] > UNUSED_ADMISSIONS:
-                self._cache.give_back(idle, 0)
+        for unused in range(len(self.running), self.max_batch):
+            if self._num_admitted - self._cache.last_used[unused] > UNUSED_ADMISSIONS:
+                self._cache.give_back(unused, 0)
 
     def _prefill_batch(self) -> list[SequenceState]:
         """The next waiting sequence and those behind it that are filled by prefill as well."""
