@@ -89,6 +89,9 @@ class ModelOptions:
 @dataclass(frozen=True)
 class LLMOptions(ModelOptions):
     quantize: Annotated[str | None, Option(help="int8: quantized weights, CPU only.")] = None
+    kv_cache_dtype: Annotated[
+        str | None, Option(help="bfloat16 or int8: rounded keys and values, CPU only.")
+    ] = None
 
     def build(self, drafter: Any, **options: Any) -> LLM:
         """An LLM for one sequence at a time, unless `options` say otherwise; None: its default."""
