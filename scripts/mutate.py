@@ -124,6 +124,8 @@ TARGETS: dict[str, tuple[str, Gate]] = {
     "base": ("drafters/base.py", (_files("drafters", "validation"), FAULTS)),
     "cache": ("kv/cache.py", KV),
     "attention": ("kv/attention.py", KV),
+    "formats": ("kv/formats.py", KV),
+    "memory": ("kv/memory.py", KV),
     "verifier": ("models/verifier.py", VERIFIER),
     "runner": ("models/runner.py", RUNNER),
 }

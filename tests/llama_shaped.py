@@ -37,7 +37,9 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
 }
 SHAPES: dict[str, Any] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True)),
+    "llama": lambda **changes: LlamaForCausalLM(
+        LlamaConfig(**SIZES | {"attention_bias": True} | changes)
+    ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=9)),
     "qwen2": lambda: Qwen2ForCausalLM(
         Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=1)
@@ -46,10 +48,10 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def llama_shaped(name: str) -> Any:
+def llama_shaped(name: str, **changes: Any) -> Any:
     """One of SHAPES with random weights, and norms around 1."""
     torch.manual_seed(1)
-    model = SHAPES[name]().eval().requires_grad_(False)
+    model = SHAPES[name](**changes).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.copy_(0.25 * torch.randn_like(parameter) + (parameter.ndim == 1))
     return model
@@ -62,13 +64,23 @@ def plain_llama(vocab_size: int) -> Any:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def runner_of(model: Any, max_batch: int = 1) -> ModelRunner:
-    return ModelRunner(model, max_batch=max_batch, max_context=96, scratch_entries=64)
+def runner_of(
+    model: Any, max_batch: int = 1, *, max_context: int = 96, kv_cache_dtype: str | None = None
+) -> ModelRunner:
+    return ModelRunner(
+        model,
+        max_batch=max_batch,
+        max_context=max_context,
+        scratch_entries=64,
+        kv_cache_dtype=kv_cache_dtype,
+    )
 
 
-def filled_runner(model: Any, texts: list[list[int]]) -> ModelRunner:
+def filled_runner(
+    model: Any, texts: list[list[int]], kv_cache_dtype: str | None = None
+) -> ModelRunner:
     """Slots from 1 on hold texts; slot 0 is left to others."""
-    runner = runner_of(model, max_batch=1 + len(texts))
+    runner = runner_of(model, max_batch=1 + len(texts), kv_cache_dtype=kv_cache_dtype)
     for slot, text in enumerate(texts, start=1):
         runner.prefill(slot, text)
     return runner

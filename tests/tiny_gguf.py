@@ -15,7 +15,8 @@ from draftahead.loader.stored import STORED_KINDS
 VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 40, 256, 512, 2, 4, 2
 EXPERTS, EXPERT_INNER = 4, 768  # transformers does not read the latter from a file
 EXPERT_SHAPES = {
-    **{"gate": (EXPERT_INNER, HIDDEN), "up": (EXPERT_INNER, HIDDEN)},
+    "gate": (EXPERT_INNER, HIDDEN),
+    "up": (EXPERT_INNER, HIDDEN),
     "down": (HIDDEN, EXPERT_INNER),
 }
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

@@ -15,6 +15,7 @@ from draftahead.core.types import Exact
 from draftahead.drafters import registry
 from draftahead.drafters.base import Drafter
 from draftahead.errors import ConfigError
+from draftahead.kv.formats import KV_CACHE_DTYPES
 from draftahead.loader.hub import DTYPES
 from draftahead.loader.stored import ACTIVATIONS
 from draftahead.models.support import MODEL
@@ -47,6 +48,7 @@ _KINDS = {  # but of the drafter, which is checked when it is built, and of gene
     "revision": TEXT,
     "quantize": choice("int8"),
     "activations": choice(*ACTIVATIONS),
+    "kv_cache_dtype": choice(*KV_CACHE_DTYPES),
     "compile": FLAG,
     "trust_remote_code": FLAG,
 }
@@ -84,7 +86,6 @@ _ADVICE = {
     ),
     "enable_prefix_caching": "pass reuse=True to the method stream",
     "enforce_eager": "compile=False is the default",
-    "kv_cache_dtype": "the KV cache has the dtype of the model",
     "attn_implementation": "attention is draftahead's own: leave it out",
     **dict.fromkeys(("temperature", "top_p", "top_k", "max_tokens", "seed"), _SAMPLING),
     "max_new_tokens": "write max_tokens, a parameter of SamplingParams",
@@ -108,13 +109,17 @@ class LLMConfig(Parameters):
         longer follows the target's distribution. All reports say so.
     generation_config: "model" fills sampling parameters that are not set from the model's
         generation_config, as `model.generate` does; None ignores it.
-    dtype, device: for models loaded by name.
+    dtype, device: for models loaded by name. Unset, a CPU computes in float32 over weights as they
+        are stored, in their file; "float32" widens them in memory.
     revision: a branch, tag or commit of the target, if it comes from a hub.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
     quantize: "int8" quantizes the weights (CPU). Speculation is exact with respect to that model.
     activations: how the CPU multiplies quantized weights of a file. "int24" (the default), fixed point
         of 24 bits, is as exact as "float32", and faster; "int8" is faster still and rounds inputs to
         8 bits, as llama.cpp does: another model, with respect to which speculation is exact.
+    kv_cache_dtype: "bfloat16" or "int8" (with a scale per 32 numbers) rounds the target's keys and
+        values as they are stored (CPU): half and 28% of float32's memory. Speculation is exact with
+        respect to that model.
     compile: on a GPU, torch.compile for the layers of models that our own kernels do not support:
         faster forwards, after some seconds of compilation for every new number of nodes.
     trust_remote_code: run Python code that comes with a model from a hub.
@@ -138,6 +143,7 @@ class LLMConfig(Parameters):
     max_context: int | None = None
     quantize: Literal["int8"] | None = None
     activations: Literal["float32", "int24", "int8"] | None = None
+    kv_cache_dtype: Literal["bfloat16", "int8"] | None = None
     compile: bool = False
     trust_remote_code: bool = False
 

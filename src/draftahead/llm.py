@@ -115,6 +115,7 @@ class LLM:
             max_context=config.max_context,
             exact=config.exact,
             compiled=config.compile,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
         context = DrafterContext(
             device=verifier.runner.device,
@@ -298,8 +299,9 @@ class LLM:
             f"backend: {choice.name} ({choice.reason})",
             *(f"faster: {hint}" for hint in choice.faster),
             f"drafter: {type(self.engine.drafter).__name__}, {drafter}; exact: {config.exact}",
-            f"KV cache: {cache.num_slots} slots of {runner.max_context} tokens, "
-            f"{cache.bytes / 2**30:.2f} GiB at most",
+            f"KV cache: {config.kv_cache_dtype or str(cache.dtype).removeprefix('torch.')}, "
+            f"{cache.num_slots} slots of {runner.max_context} tokens, "
+            f"{cache.used_bytes / 2**30:.2f} GiB used, {cache.bytes / 2**30:.2f} GiB at most",
         ]
         return found if config.lossless else [*found, NOT_LOSSLESS]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ import zoo
 from draftahead.backends.cpu.linear import quantize_linears
 from draftahead.backends.fingerprint import ModelFingerprint
 from draftahead.backends.own_code import foreign_code
+from draftahead.loader import hub
+from draftahead.loader.stored import stored_layers
 from llama_shaped import SHAPES, llama_shaped
 
 Patch = pytest.MonkeyPatch
@@ -300,3 +303,24 @@ def test_tensors_inside_of_a_tensor_are_compared() -> None:
     assert before.holds()
     inner[5] = 2
     assert not before.holds()
+
+
+def test_stored_weights_are_bound_without_being_read(tmp_path: Path) -> None:
+    llama_shaped("llama").bfloat16().save_pretrained(tmp_path)
+    model, _ = hub.load(tmp_path, device="cpu")
+    fingerprint = ModelFingerprint(model)
+    rows = {layer.rows.data_ptr() for layer in stored_layers(model)}
+    sampled = fingerprint._tensors._samples
+    assert not rows & {sample.ctypes.data for sample in sampled}
+    assert sampled  # norms
+    assert fingerprint.holds()
+    layer: Any = model.model.layers[1].mlp.up_proj
+    layer.rows.add_(1)
+    assert not fingerprint.holds()
+    fingerprint = ModelFingerprint(model)
+    layer.rows = layer.rows.clone()
+    assert not fingerprint.holds()
+    fingerprint = ModelFingerprint(model)
+    layer.kind = "F16"
+    assert not fingerprint.holds()
+    assert foreign_code(model) is None

@@ -161,6 +161,7 @@ OPTIONS_LIKELY: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", torch.float32),
     "device": ("cpu", "cuda:99", torch.device("cuda", 99)),
     "quantize": ("int8",),
+    "kv_cache_dtype": ("bfloat16", "int8"),
     "compile": (True,),
 }
 

@@ -18,7 +18,7 @@ from draftahead.core.stats import Stats
 from draftahead.errors import ConfigError
 from draftahead.llm import LLM
 from draftahead.loader.embedded import ALIASES
-from draftahead.loader.hub import load
+from draftahead.loader.hub import load, resolve_dtype
 
 ENGINES = ("transformers", "llama.cpp")
 
@@ -130,8 +130,8 @@ def other_engines(names: Sequence[str], model: str, device: torch.device) -> lis
     """Other engines on the same model, by name."""
     found: list[Configuration] = []
     if "transformers" in names:
-        # Loaded again: our model may be quantized, and its attention function is replaced.
-        own = load(model, device=device)[0]
+        # Loaded again: our model may be quantized, stored, and its attention function is replaced.
+        own = load(model, dtype=resolve_dtype(None, device), device=device)[0]
         look_up = Transformers("transformers prompt look-up", own, prompt_lookup_num_tokens=8)
         found += [Transformers("transformers", own), look_up]
     if "llama.cpp" in names:

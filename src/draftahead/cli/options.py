@@ -68,7 +68,7 @@ class ModelOptions:
     model: Annotated[str, Option(help="Alias, hub id, folder or .gguf file.")] = "smollm2"
     dtype: Annotated[
         str | None,
-        Option(help="float32 or bfloat16; unset: float32 on a CPU, else the model's own."),
+        Option(help="float32 or bfloat16; unset: the model's own, computed in float32 on a CPU."),
     ] = None
     device: Annotated[str | None, Option(help="cpu or cuda:1; unset: a GPU, if any.")] = None
     revision: Annotated[str | None, Option(help="Branch, tag or commit of a hub id.")] = None
@@ -89,6 +89,9 @@ class ModelOptions:
 @dataclass(frozen=True)
 class LLMOptions(ModelOptions):
     quantize: Annotated[str | None, Option(help="int8: quantized weights, CPU only.")] = None
+    kv_cache_dtype: Annotated[
+        str | None, Option(help="bfloat16 or int8: rounded keys and values, CPU only.")
+    ] = None
 
     def build(self, drafter: Any, **options: Any) -> LLM:
         """An LLM for one sequence at a time, unless `options` say otherwise; None: its default."""

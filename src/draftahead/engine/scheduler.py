@@ -22,6 +22,10 @@ from draftahead.models.verifier import Verifier
 from draftahead.sampling.noise import NodeContext
 from draftahead.sampling.sample import token_logprobs
 
+# Admissions after which an idle slot gives its memory back, if none of them continued its text.
+# Fewer: chats that go on later compute their text again; more: memory is kept for those that end.
+UNUSED_ADMISSIONS = 64
+
 
 class Scheduler:
     def __init__(self, verifier: Verifier, exact: Exact) -> None:
@@ -29,6 +33,7 @@ class Scheduler:
         self.max_batch = self._cache.num_slots
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
+        self._num_admitted = 0
 
     def add(self, sequences: Iterable[SequenceState]) -> None:
         """Queues sequences. One that is queued twice runs once."""
@@ -75,6 +80,10 @@ class Scheduler:
             timer.add_to(one.stats, 1 / len(admitted))
             self.running.append(one)
             self.waiting.popleft()
+            self._num_admitted += 1
+        for unused in range(len(self.running), self.max_batch):
+            if self._num_admitted - self._cache.last_used[unused] > UNUSED_ADMISSIONS:
+                self._cache.give_back(unused, 0)
 
     def _prefill_batch(self) -> list[SequenceState]:
         """The next waiting sequence and those behind it that are filled by prefill as well."""
@@ -169,6 +178,7 @@ class Scheduler:
             self._cache.clear_slot(slot)
         # In one assignment, so that an interrupt loses no sequence. One between this line and the
         # next leaves the entries of other tokens in the slot, which Verifier.forward notices.
+        self._cache.last_used[slot] = self._num_admitted
         behind = self.running[slot + 1 :]
         self.running = [*self.running[:slot], *behind[-1:], *behind[:-1]]
         self._cache.swap_slots(slot, last)

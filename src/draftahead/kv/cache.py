@@ -7,19 +7,21 @@ Entries behind them are masked, and the next forward overwrites them: there is n
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftahead.core.device import device_of, small_tensor
 from draftahead.errors import CacheMemoryError, UnsupportedModelError
+from draftahead.kv import memory
+from draftahead.kv.formats import from_rows, overflows, row_width, to_rows
 
-ALIGNMENT = 64  # bytes: CPU kernels load vectors of this size
+# Bytes of a slot that are worth giving back to the system, which takes 1 to 10 ms. Smaller: more
+# time; larger: more memory is kept in case that the slot's next sequence needs it.
+MIN_GIVEN_BACK = 16 * 2**20
 
 
 class LayerKVShape(NamedTuple):
@@ -42,13 +44,22 @@ class KVCache:
         num_entries: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        stored_dtype: torch.dtype | None = None,
     ) -> None:
-        """`num_slots` sequences of up to `num_entries` tokens."""
+        """`num_slots` sequences of up to `num_entries` tokens of a model that computes in `dtype`.
+        `stored_dtype`: of the rows in which keys and values are stored, see formats.py; None: the
+        same."""
         self.shapes, self.num_slots, self.num_entries = shapes, num_slots, num_entries
+        self.dtype, self.stored_dtype = dtype, stored_dtype or dtype
+        dtype = self.stored_dtype
         per_token = sum(
-            s.num_key_heads * s.key_dim + s.num_value_heads * s.value_dim for s in shapes
+            s.num_key_heads * row_width(s.key_dim, dtype)
+            + s.num_value_heads * row_width(s.value_dim, dtype)
+            for s in shapes
         )
-        self.bytes = per_token * dtype.itemsize * num_slots * num_entries
+        self.bytes_per_token = per_token * dtype.itemsize
+        self.bytes = self.bytes_per_token * num_slots * num_entries
         _check_memory(self.bytes, num_slots, num_entries, device)
 
         # (heads, head_dim) of keys and values, layer by layer. Tensors of equal shape are stacked:
@@ -56,12 +67,14 @@ class KVCache:
         self._sizes = [size for s in shapes for size in (s[:2], s[2:])]
         counts = Counter(self._sizes)
         self._stacks = {
-            (heads, dim): _zeros((count, num_slots, heads, num_entries, dim), dtype, device)
+            (heads, dim): _zeros(
+                (count, num_slots, heads, num_entries, row_width(dim, dtype)), dtype, device
+            )
             for (heads, dim), count in counts.items()
         }
         parts = {size: iter(stack) for size, stack in self._stacks.items()}
         tensors = [next(parts[size]) for size in self._sizes]
-        # By layer: [slots, heads, entries, head_dim].
+        # By layer: [slots, heads, entries, row_width].
         self.keys, self.values = tensors[::2], tensors[1::2]
         # [slots, 1, entries, W * hidden_size]: auxiliary hidden states of the tokens, for
         # drafters that read them. They lie beside the KV entries, and are moved with them.
@@ -70,6 +83,10 @@ class KVCache:
         self.tokens_in: list[list[int]] = [[] for _ in range(num_slots)]
         self.write_count = 0  # changes of entries other than by forwards
         self.long_rope = [False] * num_slots  # which frequencies rotated a slot: see runner.py
+        # Entries of each slot that forwards have written and whose memory was not given back, from
+        # entry 0 on; and the admission at which the slot was last used (see scheduler.py).
+        self.written = [0] * num_slots
+        self.last_used = [0] * num_slots
         # Slots whose prompt may have left NaN: no logits that read its entries were seen yet.
         self.is_unverified = [False] * num_slots
         # Copies entries by a CUDA graph; False if it cannot. Where there is one, KV compaction is
@@ -79,11 +96,11 @@ class KVCache:
 
     def allocate_hidden(self, size: int) -> None:
         """Allocates `size` numbers per token for auxiliary hidden states."""
-        keys = self.keys[0]
-        needed = self.num_slots * self.num_entries * size * keys.element_size()
-        _check_memory(needed, self.num_slots, self.num_entries, keys.device)
+        device = self.keys[0].device
+        needed = self.num_slots * self.num_entries * size * self.dtype.itemsize
+        _check_memory(needed, self.num_slots, self.num_entries, device)
         shape = (self.num_slots, 1, self.num_entries, size)
-        self.hidden = _zeros(shape, keys.dtype, keys.device)
+        self.hidden = _zeros(shape, self.dtype, device)
         self.tokens_in = [
             [] for _ in range(self.num_slots)
         ]  # cached tokens have no hidden states yet
@@ -184,6 +201,7 @@ class KVCache:
             self.clear_slot(to)
         self.write_count += 1
         tokens, self.tokens_in[to] = list(self.tokens_in[source]), []
+        self.note_writes(to, 1, len(tokens))
         for stored in self.tensors():
             stored[:, to, :, : len(tokens)] = stored[:, source, :, : len(tokens)]
         self.tokens_in[to] = tokens
@@ -200,7 +218,30 @@ class KVCache:
         self.write_count += 1
         del self.tokens_in[slot][start:]
         for stored in self.tensors():
-            stored[:, slot, :, start:end] = 0
+            memory.erase(stored[:, slot, :, start:end])
+        if end >= self.written[slot]:
+            self.written[slot] = min(self.written[slot], start)
+
+    # ----------------------------------------------------------------------------------- memory
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of all entries that were written."""
+        return sum(self.written) * self.bytes_per_token
+
+    def note_writes(self, first_slot: int, count: int, end: int) -> None:
+        """Before a forward that writes entries below `end` of `count` slots."""
+        for slot in range(first_slot, first_slot + count):
+            self.written[slot] = max(self.written[slot], end)
+
+    def give_back(self, slot: int, start: int) -> None:
+        """Gives the memory of entries from `start` on back to the system, and forgets their tokens.
+        On a GPU nothing, nor if it is little."""
+        is_much = (self.written[slot] - start) * self.bytes_per_token >= MIN_GIVEN_BACK
+        if device_of(self.keys[0].device).is_cpu and is_much:
+            self.erase(slot, start, self.written[slot])
+
+    # -------------------------------------------------------------------------- moves of slots
 
     def swap_slots(self, one: int, other: int) -> None:
         if one == other:
@@ -214,10 +255,15 @@ class KVCache:
             copy = stored[:, one, :, :length].clone()
             stored[:, one, :, :length] = stored[:, other, :, :length]
             stored[:, other, :, :length] = copy
+            self.note_writes(one, 1, length)
+            self.note_writes(other, 1, length)
         rope[one], rope[other] = rope[other], rope[one]
+        self.last_used[one], self.last_used[other] = self.last_used[other], self.last_used[one]
         unverified = self.is_unverified  # what lies behind the tokens is not swapped
         unverified[one] = unverified[other] = unverified[one] or unverified[other]
         tokens[one], tokens[other] = swapped
+        for slot in (one, other):
+            self.give_back(slot, len(tokens[slot]))
 
 
 def copy_entries(tensors: Sequence[Tensor], slots: Tensor, to: Tensor, source: Tensor) -> None:
@@ -282,6 +328,7 @@ class LayerCacheView(_CacheMethods):
         self,
         keys: Tensor,
         values: Tensor,
+        dtype: torch.dtype,
         first_slot: int | Tensor,
         entries: Tensor,
         kv_len: int,
@@ -289,6 +336,7 @@ class LayerCacheView(_CacheMethods):
         overflows: Tensor | None,
     ) -> None:
         self.keys, self.values, self.first_slot, self.kv_len = keys, values, first_slot, kv_len
+        self.dtype = dtype  # in which keys and values are computed and read
         self.entries = entries  # [B, N], where the new keys and values go
         # [N, 1, 1] or [B, N, 1, 1]: nodes that are no context tokens; None: all are.
         self.is_draft = is_draft
@@ -296,11 +344,14 @@ class LayerCacheView(_CacheMethods):
 
     def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Stores new keys and values [B, heads, N, dim]; returns all of them up to kv_len."""
-        slots = slots_from(self.first_slot, self.entries)
+        slots, found = slots_from(self.first_slot, self.entries), list[Tensor]()
         for stored, new in (
             (self.keys, key.transpose(1, 2)),
             (self.values, value.transpose(1, 2)),
         ):
+            dim, new = new.shape[-1], new.to(self.dtype)  # autocast has its own
+            if stored.dtype != torch.uint8:
+                new = new.to(stored.dtype)
             # A drafted token may overflow in half precision. Its NaN would reach other nodes
             # through the mask (0 * NaN), so it is not stored, and noted: see CacheView.overflows.
             # The NaN of a context token is the target's own result, and must show.
@@ -308,12 +359,15 @@ class LayerCacheView(_CacheMethods):
                 if self.overflows is not None:
                     self.overflows |= (~new.isfinite() & self.is_draft).flatten(2).any(-1)
                 new = new.nan_to_num(0.0, 0.0, 0.0).where(self.is_draft, new)
-            stored[slots[:, None], :, self.entries] = new.to(stored.dtype)  # autocast has its own
-        keys, values = self.keys[:, :, : self.kv_len], self.values[:, :, : self.kv_len]
-        if isinstance(self.first_slot, Tensor):
-            return keys.index_select(0, slots), values.index_select(0, slots)
-        batch = slice(self.first_slot, self.first_slot + len(self.entries))
-        return keys[batch], values[batch]
+            stored[slots[:, None], :, self.entries] = to_rows(new, stored.dtype)
+            rows = stored[:, :, : self.kv_len]
+            if isinstance(self.first_slot, Tensor):
+                rows = rows.index_select(0, slots)
+            else:
+                rows = rows[self.first_slot : self.first_slot + len(self.entries)]
+            found.append(from_rows(rows, dim, self.dtype))
+        keys, values = found
+        return keys, values
 
 
 class CacheView(_CacheMethods):
@@ -337,16 +391,18 @@ class CacheView(_CacheMethods):
         if not isinstance(counts, int | Tensor):
             counts = small_tensor(counts, torch.int64, entries.device)
         # [B, N]: drafted nodes whose keys or values are not finite, in any layer. The model's own
-        # result for such a token is not known, since other numbers were stored. Of float16 only:
-        # what overflows the range of other dtypes has no logits anyway.
+        # result for such a token is not known, since other numbers were stored. Of float16, and of
+        # rounded ones: what overflows the range of other dtypes has no logits anyway.
         self.overflows: Tensor | None = None
         is_draft = None
         if not isinstance(counts, int) or counts < entries.shape[1]:
             is_draft = nodes >= (counts if isinstance(counts, int) else counts[:, None, None, None])
-            if cache.keys[0].dtype == torch.float16:
+            if overflows(cache.stored_dtype, cache.dtype):
                 self.overflows = torch.zeros_like(entries, dtype=torch.bool)
         self._layers = [
-            LayerCacheView(keys, values, first_slot, entries, kv_len, is_draft, self.overflows)
+            LayerCacheView(
+                keys, values, cache.dtype, first_slot, entries, kv_len, is_draft, self.overflows
+            )
             for keys, values in zip(cache.keys, cache.values, strict=True)
         ]
 
@@ -413,14 +469,11 @@ class KVShapeProbe(_CacheMethods):
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since a masked NaN would still reach a sum (0 * NaN). On a CPU by numpy, whose zeros
-    take no memory until they are written: few sequences fill their context."""
-    if not device_of(device).is_cpu:
-        return torch.zeros(size, dtype=dtype, device=device)
-    needed = math.prod(size) * dtype.itemsize
-    block = np.zeros(needed + ALIGNMENT, np.uint8)
-    start = -block.ctypes.data % ALIGNMENT
-    return torch.from_numpy(block[start : start + needed]).view(dtype).view(size)
+    """Zeros, since a masked NaN would still reach a sum (0 * NaN). On a CPU they take no memory
+    until they are written: few sequences fill their context."""
+    if device_of(device).is_cpu:
+        return memory.zeros(size, dtype)
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def _check_memory(needed: int, slots: int, entries: int, device: torch.device) -> None:

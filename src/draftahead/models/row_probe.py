@@ -74,7 +74,7 @@ def tolerance(dtype: torch.dtype, *, same_shape: bool, has_experts: bool) -> flo
 def dependence(runner: ModelRunner) -> tuple[float, float]:
     """The largest change of logits by neighbours, and what rounding allows for. Of changes that
     exceed what is allowed the largest, of others too."""
-    config, dtype = text_config(runner.model), runner.cache.keys[0].dtype
+    config, dtype = text_config(runner.model), runner.cache.dtype
     experts = any(getattr(config, name, 0) for name in _EXPERTS)
     by_shape = tolerance(dtype, same_shape=False, has_experts=experts)
     by_value = tolerance(dtype, same_shape=True, has_experts=experts)

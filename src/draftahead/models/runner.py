@@ -36,6 +36,7 @@ from draftahead.core.types import ForwardOutput
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.kv import attention
 from draftahead.kv.cache import CacheView, KVCache, KVShapeProbe
+from draftahead.kv.formats import KV_CACHE_DTYPES
 from draftahead.loader.stored import StoredLinear, stored_layers
 from draftahead.models import support
 from draftahead.models.layer_subset import LayerSubset, aux_hidden_states
@@ -59,9 +60,11 @@ class ModelRunner:
         max_context: int | None,
         scratch_entries: int,
         compiled: bool = False,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         """`scratch_entries`: KV entries behind the context, for drafted nodes. `compiled`: on a
-        GPU, layers of a model that our kernels do not support go through torch.compile."""
+        GPU, layers of a model that our kernels do not support go through torch.compile.
+        `kv_cache_dtype`: see kv/formats.py; None: as the model computes keys and values."""
         support.refuse_unsupported(model)
         self.model, self.compiled = model, compiled
         self.device: torch.device = model.device
@@ -81,10 +84,24 @@ class ModelRunner:
             probe = self._probe()
             self._fingerprint = ModelFingerprint(model)
             num_entries = self.max_context + scratch_entries
-            self.cache = KVCache(probe.shapes, max_batch, num_entries, probe.dtype, self.device)
+            stored_dtype = None
+            if kv_cache_dtype is not None:
+                stored_dtype = self._stored_dtype(kv_cache_dtype)
+            self.cache = KVCache(
+                *(probe.shapes, max_batch, num_entries, probe.dtype, self.device),
+                stored_dtype=stored_dtype,
+            )
             if model.config.model_type not in support.TESTED:
                 support.check_against_plain_forward(self)
             self._backend = self._choose_backend()
+
+    def _stored_dtype(self, kv_cache_dtype: str) -> torch.dtype:
+        if self._is_gpu:
+            raise ConfigError(
+                f"kv_cache_dtype {kv_cache_dtype!r} is for models on a CPU; on {self.device} the "
+                "KV cache has the dtype of the model: leave it out"
+            )
+        return KV_CACHE_DTYPES[kv_cache_dtype]
 
     @property
     def batch_invariant(self) -> bool:
@@ -130,6 +147,7 @@ class ModelRunner:
         dummy = threshold is not None and long_rope and end <= threshold
         if max(kv_len, end + dummy) > self.cache.num_entries:
             raise ConfigError(f"{num_nodes} nodes do not fit behind {max(num_cached)} tokens")
+        self.cache.note_writes(first_slot, batch, end + dummy)
         if not dummy and isinstance(num_context_tokens, int):
             last = self._last_position(first_slot)
             cache_slice = CacheSlice(first_slot, kv_len, last, num_context_tokens)
@@ -289,6 +307,7 @@ class ModelRunner:
         self.cache.long_rope[slot] = long_rope
         reused = self.cache.matching_prefix(slot, tokens)
         del held[reused:]
+        self.cache.give_back(slot, len(tokens))
         longest = PREFILL_CHUNK if take_logits is None else LOGITS_CHUNK
         size = chunk or (NODES_PER_CALL if self.batch_invariant else longest)
         for start in range(reused, len(tokens), size):

@@ -119,11 +119,11 @@ def why_it_fails(model: Any, token: torch.Tensor, problem: Exception) -> str:
 def refuse_other_cache(runner: Any, probe: KVShapeProbe) -> None:
     """After a change of the model: refuses one for which another KV cache is needed."""
     cache, device = runner.cache, runner.model.device
-    same = probe.shapes == cache.shapes and probe.dtype == cache.keys[0].dtype
+    same = probe.shapes == cache.shapes and probe.dtype == cache.dtype
     if not same or device != runner.device:
         raise ConfigError(
             f"{type(runner.model).__name__} was changed after LLM(): it is {probe.dtype} on "
-            f"{device} now, and the KV cache {cache.keys[0].dtype} on {runner.device}; make a new "
+            f"{device} now, and the KV cache {cache.dtype} on {runner.device}; make a new "
             "LLM of it"
         )
 

@@ -49,6 +49,7 @@ class Verifier:
         max_context: int | None,
         exact: Exact,
         compiled: bool,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         self.replay = exact == "replay"
         self.runner = ModelRunner(
@@ -57,6 +58,7 @@ class Verifier:
             max_context=max_context,
             scratch_entries=REPLAY_CHUNK if self.replay else MAX_NODES,
             compiled=compiled,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.cache = self.runner.cache
         self.max_context, self.vocab_size = self.runner.max_context, self.runner.vocab_size
@@ -64,7 +66,6 @@ class Verifier:
         # By number of the runner's binding: the model may be changed.
         self._tested_kv_lens: set[tuple[int, int]] = set()
         self._probed_binding: int | None = None  # of the runner; None: rows may be dependent
-        self._num_written = 0  # KV entries of slot 0 that were written for timing
         if self.replay:
             self._self_test(0, min(REPLAY_KV_LEN, self.cache.num_entries))
 
@@ -213,10 +214,9 @@ class Verifier:
         """Seconds of a forward over so many nodes behind so many KV entries, for an idle cache."""
         held = self.cache.tokens_in[0]
         held[:] = [0] * kv_len
-        if kv_len > self._num_written:  # unwritten pages are one page of zeros: too fast to read
+        if kv_len > self.cache.written[0]:  # other pages are one page of zeros: too fast to read
             for stored in self.cache.tensors():
                 stored[:, 0, :, :kv_len] = 0
-            self._num_written = kv_len
         nodes = torch.zeros(1, num_nodes, dtype=torch.long)
         self.runner.synchronize()
         start = time.perf_counter() - CompileTime.seconds

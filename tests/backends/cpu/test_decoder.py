@@ -11,6 +11,7 @@ import torch
 import zoo
 from draftahead import LLM, SamplingParams
 from draftahead.backends.cpu.linear import quantize_model
+from draftahead.kv.formats import KV_CACHE_DTYPES
 from drafted import ALL, KnowsOutput
 from llama_shaped import SHAPES, llama_shaped, needs_kernels, runner_of
 
@@ -49,14 +50,15 @@ def test_activations_of_extreme_size() -> None:
 # ------------------------------------------------------------------------------ batch invariance
 
 
+@pytest.mark.parametrize("kv_cache_dtype", [None, *KV_CACHE_DTYPES])
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
-def test_bits_do_not_depend_on_the_forward(int8: bool) -> None:
+def test_bits_do_not_depend_on_the_forward(int8: bool, kv_cache_dtype: str | None) -> None:
     """One node, a chain, a tree, other sequences, other threads, chunks of prefill: the same logits
     and keys to the last bit."""
     model = llama_shaped("qwen3")
     if int8:
         quantize_model(model)
-    runner = runner_of(model, max_batch=3)
+    runner = runner_of(model, max_batch=3, kv_cache_dtype=kv_cache_dtype)
 
     def logits(tokens: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
         return runner.forward(tokens, parents=parents).logits[0]
@@ -78,9 +80,10 @@ def test_bits_do_not_depend_on_the_forward(int8: bool) -> None:
     tokens = torch.tensor([[text[30], 5, text[31], 6, 7, text[32]]])
     parents = torch.tensor([[-1, 0, 0, 1, 2, 2]])
     assert torch.equal(logits(tokens, parents)[[0, 2, 5]], together[:3])
-    torch.set_num_threads(2)
     try:
-        assert torch.equal(logits(chain), together)
+        for threads in (2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(logits(chain), together)
     finally:
         torch.set_num_threads(1)
     keys = runner.cache.keys[2][0, :, :30].clone()

@@ -95,7 +95,7 @@ def test_the_tests_of_the_kernels_pass_with_sanitizers(sanitized: dict[str, str]
     threads."""
     kernels, heads = TESTS / "backends" / "cpu", TESTS / "drafters" / "eagle"
     files = [
-        *(kernels / f"test_{name}.py" for name in ("linear", "topk", "addresses")),
+        *(kernels / f"test_{name}.py" for name in ("linear", "topk", "addresses", "kv_rows")),
         *(kernels / f"test_{name}.py" for name in ("tree_attention", "lower_layers", "threads")),
         *(heads / f"test_{name}.py" for name in ("cpu_trees", "screening")),
     ]

@@ -12,15 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 from draftahead.backends.llama_spec import GELU_TANH, SILU
 from draftahead.core import tree
+from draftahead.kv.formats import KV_BLOCK
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 # Compared with the library's, as are the structs. csrc/abi.h says what they mean.
 PANEL, CHUNK, TOPK, MAX_CHILDREN = 48, 64, 4, 16
 # enum WeightKind; from F16 on by the names of GGUF.
-KINDS = ("F32", "INT8", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+KINDS = (
+    "F32",
+    "INT8",
+    "F16",
+    "BF16",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+)
 ARITHMETICS = ("float32", "int24", "int8")  # enum Arithmetic
 INPUT_NORMS = ("none", "each", "all")  # enum InputNorm
+KV_FORMATS = ("float32", "bfloat16", "int8")  # enum KVFormat
 CONSTANTS = {
     "ABI_VERSION": 3,
     "PANEL": PANEL,
@@ -28,12 +43,14 @@ CONSTANTS = {
     "TOPK": TOPK,
     "MAX_CHILDREN": MAX_CHILDREN,
     "MAX_NODES": tree.MAX_NODES,
+    "KV_BLOCK": KV_BLOCK,
     "SILU": SILU,
     "GELU_TANH": GELU_TANH,
     **{kind: index for index, kind in enumerate(KINDS)},
     "FLOAT32_INPUTS": ARITHMETICS.index("float32"),
     "INT24_INPUTS": ARITHMETICS.index("int24"),
     "INT8_INPUTS": ARITHMETICS.index("int8"),
+    **{f"KV_{name.upper()}": number for number, name in enumerate(KV_FORMATS)},
     "NO_NORM": INPUT_NORMS.index("none"),
     "NORM_EACH": INPUT_NORMS.index("each"),
     "NORM_ALL": INPUT_NORMS.index("all"),
@@ -101,6 +118,7 @@ class Model(Struct):
         ("intermediate_size", INT),
         ("num_slots", INT),
         ("num_entries", INT),
+        ("kv_format", INT),
         ("activation", INT),
         ("final_norm", POINTER),
         ("lm_head", Weights),

@@ -17,8 +17,9 @@ from draftahead.backends.llama_spec import LlamaSpec
 from draftahead.core.device import device_of
 from draftahead.errors import UnsupportedModelError
 from draftahead.kv.cache import KVCache
+from draftahead.kv.formats import row_width
 
-MAX_HEAD_DIM = 4096  # TILE_FLOATS in csrc/attention.h: a tile holds at least one key
+STORED = (torch.float32, torch.bfloat16, torch.uint8)  # by enum KVFormat
 NODES_PER_CALL = 64  # of all sequences: the activations of more would not fit into the CPU's caches
 
 
@@ -180,6 +181,7 @@ def bind(spec: LlamaSpec, cache: KVCache) -> Binding:
         intermediate_size=spec.intermediate_size,
         num_slots=cache.num_slots,
         num_entries=cache.num_entries,
+        kv_format=STORED.index(cache.stored_dtype),
         activation=spec.activation,
         final_norm=addresses.of("the final norm", spec.final_norm, size),
         lm_head=weights_of(spec.lm_head, addresses, "lm_head", in_features=size),
@@ -189,17 +191,16 @@ def bind(spec: LlamaSpec, cache: KVCache) -> Binding:
 
 
 def _require_supported(spec: LlamaSpec, cache: KVCache) -> None:
-    keys = cache.keys[0]
-    require(device_of(keys.device).is_cpu, f"the model is on {keys.device}, not on the CPU")
+    device = cache.keys[0].device
+    require(device_of(device).is_cpu, f"the model is on {device}, not on the CPU")
     require(
-        keys.dtype == torch.float32,
-        f"the model is in {str(keys.dtype).removeprefix('torch.')}; the CPU kernels take float32",
+        cache.dtype == torch.float32,
+        f"the model is in {str(cache.dtype).removeprefix('torch.')}; the CPU kernels take float32",
         faster="load the model with dtype='float32'",
     )
     for name in ("head_dim", "intermediate_size"):
         size = getattr(spec, name)
         require(size % 16 == 0, f"{name} {size} is not a multiple of 16")
-    require(spec.head_dim <= MAX_HEAD_DIM, f"head_dim {spec.head_dim} exceeds {MAX_HEAD_DIM}")
     heads = spec.num_heads, spec.num_kv_heads
     grouped = min(heads) > 0 and heads[0] % heads[1] == 0
     require(grouped, "{} query heads are no multiple of {} KV heads".format(*heads))
@@ -220,7 +221,8 @@ def _layer(addresses: Addresses, spec: LlamaSpec, cache: KVCache, i: int) -> abi
         "up": (spec.intermediate_size, hidden_size),
         "down": (hidden_size, spec.intermediate_size),
     }
-    kv_shape = (cache.num_slots, spec.num_kv_heads, cache.num_entries, head_dim)
+    stored = cache.stored_dtype
+    kv_shape = cache.num_slots, spec.num_kv_heads, cache.num_entries, row_width(head_dim, stored)
     norms = {
         "input_norm": hidden_size,
         "post_attention_norm": hidden_size,
@@ -231,8 +233,8 @@ def _layer(addresses: Addresses, spec: LlamaSpec, cache: KVCache, i: int) -> abi
     return abi.DecoderLayer(
         **{n: weights_of(layer.linears[n], addresses, n, *size) for n, size in sizes.items()},
         **{n: addresses.of(n, w, norms[n]) for n, w in weights.items() if w is not None},
-        keys=addresses.of("keys", cache.keys[i], *kv_shape),
-        values=addresses.of("values", cache.values[i], *kv_shape),
+        keys=addresses.of("keys", cache.keys[i], *kv_shape, dtype=stored),
+        values=addresses.of("values", cache.values[i], *kv_shape, dtype=stored),
         sliding_window=layer.sliding_window,
         scaling=layer.scaling,
     )

@@ -187,9 +187,7 @@ def weights_of(
     return weights
 
 
-def _add_stored(
-    weights: abi.Weights, layer: StoredLinear, addresses: Addresses, name: str
-) -> None:
+def _add_stored(weights: abi.Weights, layer: StoredLinear, addresses: Addresses, name: str) -> None:
     out, in_ = weights.out_features, weights.in_features
     per_block, block_bytes = STORED_KINDS[layer.kind]
     require(in_ % per_block == 0, f"{name} has rows of {in_} {layer.kind} weights")

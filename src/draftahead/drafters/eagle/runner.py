@@ -105,7 +105,7 @@ class EagleRunner:
     def features(self, slots: Tensor, entries: Tensor) -> Tensor:
         """Features [B, N, H] of the target's tokens in `entries` [B, N] of `slots` [B]."""
         hidden_states = self.target.hidden_states(self.head.config.aux_layers, slots, entries)
-        return self.head.feature(hidden_states.to(self.cache.keys[0].dtype))
+        return self.head.feature(hidden_states.to(self.cache.dtype))
 
     # ----------------------------------------------------------------------------- the forward
 

@@ -23,13 +23,15 @@ constexpr int64_t CHUNK = 64;         // int8: weights that one AVX-512 VNNI ins
 constexpr int64_t TOPK = 4;           // tokens of largest logits that a forward returns per node
 constexpr int64_t MAX_CHILDREN = 16;  // of a node in a draft tree
 constexpr int64_t MAX_NODES = 64;     // of a tree: ancestors are the bits of one word
+constexpr int64_t KV_BLOCK = 32;      // int8 keys and values: numbers that share a scale
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 // How weights are stored. From F16 on: rows as in a GGUF or safetensors file. INT8: our own.
 enum WeightKind { F32, INT8, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 // How inputs of a linear layer are multiplied with weights that have panels: see panels.h.
 enum Arithmetic { FLOAT32_INPUTS, INT24_INPUTS, INT8_INPUTS };
-enum InputNorm { NO_NORM = 0, NORM_EACH = 1, NORM_ALL = 2 };  // see HeadInputs.norm
+enum KVFormat { KV_FLOAT32 = 0, KV_BFLOAT16 = 1, KV_INT8 = 2 };  // see kv_rows.h
+enum InputNorm { NO_NORM = 0, NORM_EACH = 1, NORM_ALL = 2 };     // see HeadInputs.norm
 
 #define DECLARE_FIELD(type, name) type name;
 
@@ -50,21 +52,21 @@ struct Weights {
   WEIGHTS_FIELDS(DECLARE_FIELD)
 };
 
-#define DECODER_LAYER_FIELDS(FIELD)                                                               \
-  FIELD(Weights, q)                                                                               \
-  FIELD(Weights, k)                                                                               \
-  FIELD(Weights, v)                                                                               \
-  FIELD(Weights, o)                                                                               \
-  FIELD(Weights, gate)                                                                            \
-  FIELD(Weights, up)                                                                              \
-  FIELD(Weights, down)                                                                            \
-  FIELD(const float*, input_norm)          /* [hidden_size] */                                    \
-  FIELD(const float*, post_attention_norm) /* [hidden_size] */                                    \
-  FIELD(const float*, q_norm)              /* [head_dim], or null */                              \
-  FIELD(const float*, k_norm)              /* [head_dim], or null */                              \
-  FIELD(float*, keys)                      /* [num_slots][num_kv_heads][num_entries][head_dim] */ \
-  FIELD(float*, values)                    /* the same */                                         \
-  FIELD(int64_t, sliding_window)           /* tokens; 0: none */                                  \
+#define DECODER_LAYER_FIELDS(FIELD)                                                          \
+  FIELD(Weights, q)                                                                          \
+  FIELD(Weights, k)                                                                          \
+  FIELD(Weights, v)                                                                          \
+  FIELD(Weights, o)                                                                          \
+  FIELD(Weights, gate)                                                                       \
+  FIELD(Weights, up)                                                                         \
+  FIELD(Weights, down)                                                                       \
+  FIELD(const float*, input_norm)          /* [hidden_size] */                               \
+  FIELD(const float*, post_attention_norm) /* [hidden_size] */                               \
+  FIELD(const float*, q_norm)              /* [head_dim], or null */                         \
+  FIELD(const float*, k_norm)              /* [head_dim], or null */                         \
+  FIELD(void*, keys)                       /* [num_slots][num_kv_heads][num_entries] rows */ \
+  FIELD(void*, values)                     /* the same */                                    \
+  FIELD(int64_t, sliding_window)           /* tokens; 0: none */                             \
   FIELD(float, scaling)                    /* of attention scores */
 struct DecoderLayer {
   DECODER_LAYER_FIELDS(DECLARE_FIELD)
@@ -91,6 +93,7 @@ struct ScreenedHead {
   FIELD(int64_t, intermediate_size)                                               \
   FIELD(int64_t, num_slots)   /* of the KV cache */                               \
   FIELD(int64_t, num_entries) /* KV entries of a cache slot */                    \
+  FIELD(int64_t, kv_format)   /* enum KVFormat: of a row of the KV cache */       \
   FIELD(int64_t, activation)  /* enum Activation */                               \
   FIELD(const float*, final_norm)                                                 \
   FIELD(Weights, lm_head)                                                         \
@@ -208,6 +211,7 @@ __attribute__((cold)) std::string abi_description() {
   DESCRIBE_CONSTANT(TOPK)
   DESCRIBE_CONSTANT(MAX_CHILDREN)
   DESCRIBE_CONSTANT(MAX_NODES)
+  DESCRIBE_CONSTANT(KV_BLOCK)
   DESCRIBE_CONSTANT(SILU)
   DESCRIBE_CONSTANT(GELU_TANH)
   DESCRIBE_CONSTANT(F32)
@@ -225,6 +229,9 @@ __attribute__((cold)) std::string abi_description() {
   DESCRIBE_CONSTANT(FLOAT32_INPUTS)
   DESCRIBE_CONSTANT(INT24_INPUTS)
   DESCRIBE_CONSTANT(INT8_INPUTS)
+  DESCRIBE_CONSTANT(KV_FLOAT32)
+  DESCRIBE_CONSTANT(KV_BFLOAT16)
+  DESCRIBE_CONSTANT(KV_INT8)
   DESCRIBE_CONSTANT(NO_NORM)
   DESCRIBE_CONSTANT(NORM_EACH)
   DESCRIBE_CONSTANT(NORM_ALL)

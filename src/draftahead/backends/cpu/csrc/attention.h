@@ -3,12 +3,17 @@
 // A node attends to the entries of its slot in order of position: the context first, then its
 // ancestors in the tree, itself last. So a node's sums have the same order in a tree as in a chain,
 // and with any other queries beside it.
+//
+// Three phases, between which the threads meet: scores, a part of the entries for each thread;
+// softmax, a part of the queries; weighted sums of values, a part of the channels. So each key and
+// each value is read once for all queries of its KV head, no sum is cut, and all threads have work
+// however few KV heads there are.
 
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 
-#include "workspace.h"
+#include "attention_products.h"
 
 namespace {
 
@@ -17,36 +22,54 @@ inline int64_t tree_node(const ForwardArgs& f, int64_t t) {
   return f.tree_nodes ? f.tree_nodes[t] : t % f.num_nodes;
 }
 
-// Some queries of one sequence that share a KV head. Queries count by node, then by query head of
-// the KV head's group. Keys and values are read in tiles that stay in the first-level cache while
-// all queries use them.
-struct QueryGroup {
+// First entry that the sliding window of a node holds, at most the first of the nodes' own.
+inline int64_t window_begin(const DecoderLayer& layer, const ForwardArgs& f, int64_t t) {
+  const int64_t sequence = t / f.num_nodes, cached = f.num_cached[sequence];
+  const int64_t depth = f.depths[sequence * f.tree_size + tree_node(f, t)];
+  const int64_t position = cached + depth, window = layer.sliding_window;
+  const int64_t begin = window && position >= window ? position - window + 1 : 0;
+  return begin < cached ? begin : cached;
+}
+
+// The queries of some nodes of one sequence that share a KV head. They count by node, then by query
+// head of the KV head's group.
+struct Queries {
   const Model& m;
   const DecoderLayer& layer;
   const ForwardArgs& f;
-  int64_t sequence, kv_head, first, count;
-  const float* q;  // [num_sequences][num_nodes][num_heads][head_dim]
-  float* out;      // the same shape
-  float* scores;   // [count][scores_size]
+  int64_t sequence, kv_head, first_token, count;
+  int64_t begin, end;  // entries to which one of them may attend: the last are those of all nodes
+  const float* q;      // [num_sequences][num_nodes][num_heads][head_dim]
+  float* out;          // the same shape
+  float* scores;       // [count][row_size]
 
-  int64_t heads_per_group() const { return m.num_heads / m.num_kv_heads; }
-  int64_t node(int64_t u) const { return sequence * f.num_nodes + (first + u) / heads_per_group(); }
+  int64_t heads() const { return m.num_heads / m.num_kv_heads; }
+  int64_t num_cached() const { return f.num_cached[sequence]; }
+  int64_t node(int64_t u) const { return first_token + u / heads(); }
   int64_t offset(int64_t u) const {
-    const int64_t head = kv_head * heads_per_group() + (first + u) % heads_per_group();
-    return (node(u) * m.num_heads + head) * m.head_dim;
+    return (node(u) * m.num_heads + kv_head * heads() + u % heads()) * m.head_dim;
   }
+  const char* row(const char* stored, int64_t entry) const {
+    const int64_t head = (f.first_slot + sequence) * m.num_kv_heads + kv_head;
+    return stored + (head * m.num_entries + entry) * kv_row_size(m);
+  }
+  // A query's scores: those of the context from entry `begin` on, then those of the nodes, of which
+  // softmax keeps the ancestors'. The last number is the query's normalizer.
+  int64_t row_size() const { return scores_size(end - begin); }
+  float* scores_of(int64_t u) const { return scores + u * row_size(); }
+  float& normalizer(int64_t u) const { return scores[(u + 1) * row_size() - 1]; }
 };
 
 // KV entries of a node's ancestors, oldest first, the node itself last; returns how many of them
 // the sliding window holds.
-int64_t ancestor_entries(const QueryGroup& g, int64_t t, int64_t* entries) {
+int64_t ancestor_entries(const Queries& g, int64_t t, int64_t* entries) {
   int64_t count = 0;
   const int64_t tree = g.sequence * g.f.tree_size, node = tree + tree_node(g.f, t);
   for (uint64_t bits = g.f.ancestors[node]; bits; bits &= bits - 1) {
     int64_t ancestor = __builtin_ctzll(bits);
     int64_t distance = g.f.depths[node] - g.f.depths[tree + ancestor];
     if (!g.layer.sliding_window || distance < g.layer.sliding_window)
-      entries[count++] = g.f.num_cached[g.sequence] + ancestor;
+      entries[count++] = g.num_cached() + ancestor;
   }
   return count;
 }
@@ -58,183 +81,228 @@ int64_t adjacent(const int64_t* entries, int64_t count) {
   return n;
 }
 
-// Scores of one query with `count` adjacent keys.
-void score_keys(const float* query, const float* key, int64_t count, int64_t head_dim,
-                float* scores) {
-  int64_t j = 0;
-  for (; j + 8 <= count; j += 8, key += 8 * head_dim) {
-    f32x16 acc[8] = {};
-    for (int64_t i = 0; i < head_dim; i += 16) {
-      f32x16 part = in_register(load(query + i));
-#pragma GCC unroll 8
-      for (int u = 0; u < 8; u++) acc[u] = multiply_add(part, load(key + u * head_dim + i), acc[u]);
+// --------------------------------------------------------------------------------------- phases
+
+// Scores of all queries with the keys in entries [begin, end).
+void score_entries(const Queries& g, int64_t begin, int64_t end, float* buffer) {
+  const int64_t d = g.m.head_dim;
+  float* turned = buffer + TILE_KEYS * d;
+  for (int64_t e = begin; e < end; e += TILE_KEYS) {
+    const int64_t count = std::min(end - e, TILE_KEYS);
+    const char* stored = g.row(static_cast<const char*>(g.layer.keys), e);
+    turn_tile(widened(g.m, stored, count, 0, d, buffer), count, d, turned);
+    const char* following = g.row(static_cast<const char*>(g.layer.keys), e + count);
+    Prefetch next(g.m, following, std::min(end - e - count, TILE_KEYS), 0, d,
+                  g.count / SCORE_QUERIES);
+    for (int64_t u = 0, size; u < g.count; u += size) {
+      next.some();
+      size = block_size(g.count - u, SCORE_QUERIES);
+      with_count<SCORE_QUERIES>(size, [&](auto Q) {
+        const float* queries[Q];
+        float* scores[Q];
+        for (int q = 0; q < Q; q++) {
+          queries[q] = g.q + g.offset(u + q);
+          scores[q] = g.scores_of(u + q) + (e - g.begin);
+        }
+        score_tile<Q>(queries, turned, count, d, scores);
+      });
     }
-    sum_lanes8(acc, scores + j);
-  }
-  for (; j < count; j++, key += head_dim) {
-    f32x16 acc = {};
-    for (int64_t i = 0; i < head_dim; i += 16)
-      acc = multiply_add(load(query + i), load(key + i), acc);
-    scores[j] = sum_lanes(acc);
   }
 }
+
+inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }  // b if a is NaN
 
 // Softmax in place without its division: returns the factor that makes the weights sum to 1.
 float softmax(float* scores, int64_t count, float scaling) {
-  const int64_t padded = round_up16(count);
+  const int64_t padded = round_up16(count), last = padded - 16;
   for (int64_t j = count; j < padded; j++) scores[j] = -INFINITY;
-  f32x16 lane_max = broadcast(-INFINITY), total = {};
-  for (int64_t j = 0; j < padded; j += 16) {
-    f32x16 s = load(scores + j) * scaling;
-    store(scores + j, s);
-    lane_max = s > lane_max ? s : lane_max;
+  f32x16 even = load(scores + last) * scaling, odd = broadcast(-INFINITY), total = {};
+  even = larger(even, odd);
+  for (int64_t j = 0; j < last; j += 32) {  // two sums of comparisons: each waits for its last
+    even = larger(load(scores + j) * scaling, even);
+    odd = larger(load(scores + std::min(j + 16, last)) * scaling, odd);
   }
-  float largest = max_lane(lane_max);
-  for (int64_t j = 0; j < padded; j += 16) store(scores + j, fast_exp(load(scores + j) - largest));
+  const float largest = max_lane(larger(even, odd));
+  for (int64_t j = 0; j < last; j += 16) {
+    const f32x16 weights = fast_exp(load(scores + j) * scaling - largest);
+    store(scores + j, weights);
+    total += weights;
+  }
+  store(scores + last, fast_exp(load(scores + last) * scaling - largest));
   for (int64_t j = count; j < padded; j++) scores[j] = 0;
-  for (int64_t j = 0; j < padded; j += 16) total += load(scores + j);
-  return 1.0f / sum_lanes(total);
+  return 1.0f / sum_lanes(total + load(scores + last));
 }
 
-// Adds weights * values over `count` adjacent values, for Q queries and 16 * C channels of each.
-template <int Q, int C>
-inline __attribute__((always_inline)) void add_channels(const float* const* weights,
-                                                        const float* value, int64_t count,
-                                                        int64_t head_dim, float* const* out) {
-  f32x16 acc[Q][C];
-#pragma GCC unroll 4
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) acc[q][c] = load(out[q] + 16 * c);
-  for (int64_t j = 0; j < count; j++, value += head_dim) {
-    f32x16 part[C];
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) part[c] = in_register(load(value + 16 * c));
-#pragma GCC unroll 4
-    for (int q = 0; q < Q; q++) {
-      f32x16 weight = in_register(broadcast(weights[q][j]));
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++) acc[q][c] = multiply_add(weight, part[c], acc[q][c]);
+// Turns a query's scores into weights: those of the context, then those of its ancestors alone.
+void weigh(const Queries& g, int64_t u) {
+  int64_t entries[MAX_NODES];
+  const int64_t nodes = ancestor_entries(g, g.node(u), entries), context = g.num_cached() - g.begin;
+  const int64_t skipped = window_begin(g.layer, g.f, g.node(u)) - g.begin;
+  float* scores = g.scores_of(u);
+  for (int64_t j = 0; j < nodes; j++) scores[context + j] = scores[entries[j] - g.begin];
+  g.normalizer(u) = softmax(scores + skipped, context - skipped + nodes, g.layer.scaling);
+}
+
+// Context entries that queries attend to: a block of queries has the same first one.
+void add_context_values(const Queries& g, Range queries, int64_t channel, int64_t width,
+                        float* buffer) {
+  const int64_t tile = std::max<int64_t>(1, VALUE_TILE / width), end = g.num_cached();
+  for (int64_t e = g.begin; e < end; e += tile) {
+    const int64_t tile_end = end - e < tile ? end : e + tile;
+    const char* stored = g.row(static_cast<const char*>(g.layer.values), e);
+    const Rows values = widened(g.m, stored, tile_end - e, channel, channel + width, buffer);
+    const char* following = g.row(static_cast<const char*>(g.layer.values), tile_end);
+    Prefetch next(g.m, following, std::min(end - tile_end, tile), channel, channel + width,
+                  (queries.end - queries.begin) / QUERY_BLOCK);
+    for (int64_t u = queries.begin, size; u < queries.end; u += size) {
+      next.some();
+      size = queries.end - u;
+      int64_t skipped = 0;
+      if (g.layer.sliding_window) {  // other nodes' windows begin elsewhere
+        const int64_t same_node = g.heads() - u % g.heads();
+        size = size < same_node ? size : same_node;
+        const int64_t begin = window_begin(g.layer, g.f, g.node(u));
+        skipped = begin > e ? begin - e : 0;
+      }
+      size = block_size(size, QUERY_BLOCK);
+      if (e + skipped >= tile_end) continue;
+      with_count<QUERY_BLOCK>(size, [&](auto Q) {
+        const float* weights[Q];
+        float* out[Q];
+        for (int q = 0; q < Q; q++) {
+          weights[q] = g.scores_of(u + q) + (e + skipped - g.begin);
+          out[q] = g.out + g.offset(u + q) + channel;
+        }
+        add_values<Q>(weights, {values.data + skipped * values.stride, values.stride},
+                      tile_end - e - skipped, width, out);
+      });
     }
   }
-#pragma GCC unroll 4
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 4
-    for (int c = 0; c < C; c++) store(out[q] + 16 * c, acc[q][c]);
 }
 
-// The same for all channels.
-template <int Q>
-void add_values(const float* const* weights, const float* values, int64_t count, int64_t head_dim,
-                float* const* out) {
-  float* channels[Q];
-  int64_t i = 0;
-  for (; i + 64 <= head_dim; i += 64) {
-    for (int q = 0; q < Q; q++) channels[q] = out[q] + i;
-    add_channels<Q, 4>(weights, values + i, count, head_dim, channels);
-  }
-  for (; i < head_dim; i += 16) {
-    for (int q = 0; q < Q; q++) channels[q] = out[q] + i;
-    add_channels<Q, 1>(weights, values + i, count, head_dim, channels);
+// Values of each query's ancestors, then the normalizer.
+void add_node_values(const Queries& g, Range queries, int64_t channel, int64_t width,
+                     float* buffer) {
+  const int64_t context = g.num_cached() - g.begin;
+  const char* stored = g.row(static_cast<const char*>(g.layer.values), g.num_cached());
+  const Rows values = widened(g.m, stored, g.f.tree_size, channel, channel + width, buffer);
+  int64_t entries[MAX_NODES];
+  for (int64_t u = queries.begin, size; u < queries.end; u += size) {
+    const int64_t same_node = g.heads() - u % g.heads(), rest = queries.end - u;
+    size = block_size(std::min(rest, same_node), QUERY_BLOCK);
+    const int64_t nodes = ancestor_entries(g, g.node(u), entries);
+    with_count<QUERY_BLOCK>(size, [&](auto Q) {
+      const float* weights[Q];
+      float* out[Q];
+      for (int q = 0; q < Q; q++) out[q] = g.out + g.offset(u + q) + channel;
+      for (int64_t j = 0, run; j < nodes; j += run) {
+        run = adjacent(entries + j, nodes - j);
+        for (int q = 0; q < Q; q++) weights[q] = g.scores_of(u + q) + context + j;
+        const float* first = values.data + (entries[j] - g.num_cached()) * values.stride;
+        add_values<Q>(weights, {first, values.stride}, run, width, out);
+      }
+      for (int q = 0; q < Q; q++)
+        for (int64_t i = 0; i < width; i += 16)
+          store(out[q] + i, load(out[q] + i) * g.normalizer(u + q));
+    });
   }
 }
 
-constexpr int64_t TILE_FLOATS =
-    4096;  // keys or values of a tile: half of a 32 KiB first-level cache
+// Sums of values of some queries, in channels [channel, channel + width).
+void sum_values(const Queries& g, Range queries, int64_t channel, int64_t width, float* buffer) {
+  for (int64_t u = queries.begin; u < queries.end; u++)
+    std::memset(g.out + g.offset(u) + channel, 0, width * sizeof(float));
+  add_context_values(g, queries, channel, width, buffer);
+  add_node_values(g, queries, channel, width, buffer);
+}
 
-// Context entries that a group's queries attend to: [begin, begin + count).
-struct Context {
-  int64_t begin, count, tile;  // tile: entries read at a time
+// --------------------------------------------------------------------------- division of the work
+
+// This thread's part of work that consists of many items, by their weights.
+class Share {
+ public:
+  explicit Share(int64_t total_weight) : mine_(thread_range(total_weight, 1)) {}
+  // The thread's ones of the next `count` items, of `weight` each.
+  Range next(int64_t count, int64_t weight) {
+    auto items = [&](int64_t until) {  // that begin before it
+      const int64_t before = until > at_ ? (until - at_ + weight - 1) / weight : 0;
+      return before < count ? before : count;
+    };
+    const Range found = {items(mine_.begin), items(mine_.end)};
+    at_ += count * weight;
+    return found;
+  }
+
+ private:
+  const Range mine_;
+  int64_t at_ = 0;
 };
 
-Context context_of(const QueryGroup& g) {
-  const ForwardArgs& f = g.f;
-  const int64_t num_cached = f.num_cached[g.sequence], window = g.layer.sliding_window;
-  // With a sliding window a group holds one query: other nodes' windows begin elsewhere.
-  const int64_t depth = f.depths[g.sequence * f.tree_size + tree_node(f, g.node(0))];
-  const int64_t position = num_cached + depth;
-  const int64_t begin = window && position >= window ? position - window + 1 : 0;
-  return {begin, num_cached > begin ? num_cached - begin : 0, TILE_FLOATS / g.m.head_dim};
-}
-
-void score_context(const QueryGroup& g, const Context& c, const float* keys) {
-  const int64_t d = g.m.head_dim, stride = scores_size(g.m);
-  for (int64_t j = 0; j < c.count; j += c.tile)
-    for (int64_t u = 0; u < g.count; u++)
-      score_keys(g.q + g.offset(u), keys + (c.begin + j) * d,
-                 c.count - j < c.tile ? c.count - j : c.tile, d, g.scores + u * stride + j);
-}
-
-void add_context_values(const QueryGroup& g, const Context& c, const float* values) {
-  const int64_t d = g.m.head_dim, stride = scores_size(g.m);
-  for (int64_t j = 0; j < c.count; j += c.tile) {
-    const int64_t entries = c.count - j < c.tile ? c.count - j : c.tile;
-    for (int64_t u = 0; u < g.count; u += 4) {
-      const float* weights[4];
-      float* out[4];
-      const int64_t queries = g.count - u < 4 ? g.count - u : 4;
-      for (int64_t q = 0; q < queries; q++) {
-        weights[q] = g.scores + (u + q) * stride + j;
-        out[q] = g.out + g.offset(u + q);
-      }
-      const float* tile = values + (c.begin + j) * d;
-      if (queries == 4) add_values<4>(weights, tile, entries, d, out);
-      else if (queries == 3) add_values<3>(weights, tile, entries, d, out);
-      else if (queries == 2) add_values<2>(weights, tile, entries, d, out);
-      else add_values<1>(weights, tile, entries, d, out);
+// Calls visit(Queries) for each sequence and KV head, with some nodes' queries.
+template <class F>
+void for_each_kv_head(const Model& m, const DecoderLayer& layer, const ForwardArgs& f,
+                      SharedBuffers& b, Range tokens, F visit) {
+  float* scores = b.scores;
+  for (int64_t t = tokens.begin, next; t < tokens.end; t = next) {
+    const int64_t sequence = t / f.num_nodes, num_cached = f.num_cached[sequence];
+    next = std::min((sequence + 1) * f.num_nodes, tokens.end);
+    int64_t begin = layer.sliding_window ? num_cached : 0;
+    for (int64_t n = t; layer.sliding_window && n < next; n++)
+      begin = std::min(begin, window_begin(layer, f, n));
+    const int64_t count = (next - t) * (m.num_heads / m.num_kv_heads);
+    for (int64_t kv_head = 0; kv_head < m.num_kv_heads; kv_head++) {
+      const Queries g = {
+          m,   layer,       f,     sequence, kv_head, t, count, begin, num_cached + f.tree_size,
+          b.q, b.attention, scores};
+      visit(g);
+      scores += count * g.row_size();
     }
   }
 }
 
-void attend(const QueryGroup& g) {
-  const int64_t d = g.m.head_dim, stride = scores_size(g.m);
-  const int64_t head = (g.f.first_slot + g.sequence) * g.m.num_kv_heads + g.kv_head;
-  const float* keys = g.layer.keys + head * g.m.num_entries * d;
-  const float* values = g.layer.values + head * g.m.num_entries * d;
-  const Context context = context_of(g);
-  int64_t entries[MAX_NODES];
-  float normalizers[MAX_QUERIES];
-  score_context(g, context, keys);
-  for (int64_t u = 0; u < g.count; u++) {
-    float* scores = g.scores + u * stride;
-    const int64_t nodes = ancestor_entries(g, g.node(u), entries);
-    for (int64_t j = 0, run; j < nodes; j += run) {
-      run = adjacent(entries + j, nodes - j);
-      score_keys(g.q + g.offset(u), keys + entries[j] * d, run, d, scores + context.count + j);
+// Attention of some nodes. Called by all threads.
+void attend(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, SharedBuffers& b,
+            ThreadBuffers& local, Range tokens) {
+  auto for_each = [&](auto visit) { for_each_kv_head(m, layer, f, b, tokens, visit); };
+  int64_t total = 0;  // scores
+  int64_t tiles = 0;  // scores of whole tiles
+  for_each([&](const Queries& g) {
+    total += g.count * (g.end - g.begin);
+    tiles += g.count * ((g.end - g.begin + TILE_KEYS - 1) / TILE_KEYS * TILE_KEYS);
+  });
+  Share scored(tiles), weighed(total), summed(total * (m.head_dim / 16));
+  for_each([&](const Queries& g) {
+    const int64_t tiles = (g.end - g.begin + TILE_KEYS - 1) / TILE_KEYS;
+    const Range mine = scored.next(tiles, TILE_KEYS * g.count);
+    score_entries(g, g.begin + mine.begin * TILE_KEYS,
+                  std::min(g.begin + mine.end * TILE_KEYS, g.end), local.tile);
+  });
+  barrier();
+  for_each([&](const Queries& g) {
+    const Range mine = weighed.next(g.count, g.end - g.begin);
+    for (int64_t u = mine.begin; u < mine.end; u++) weigh(g, u);
+  });
+  barrier();
+  for_each([&](const Queries& g) {
+    for (int64_t u = 0; u < g.count; u += SUM_QUERIES) {
+      const Range queries = {u, std::min(u + SUM_QUERIES, g.count)};
+      const int64_t weight = (g.end - g.begin) * (queries.end - queries.begin);
+      const Range mine = summed.next(m.head_dim / 16, weight);
+      if (mine.begin < mine.end)
+        sum_values(g, queries, 16 * mine.begin, 16 * (mine.end - mine.begin), local.tile);
     }
-    normalizers[u] = softmax(scores, context.count + nodes, g.layer.scaling);
-    std::memset(g.out + g.offset(u), 0, d * sizeof(float));
-  }
-  add_context_values(g, context, values);
-  for (int64_t u = 0; u < g.count; u++) {
-    float* out = g.out + g.offset(u);
-    const int64_t nodes = ancestor_entries(g, g.node(u), entries);
-    for (int64_t j = 0, run; j < nodes; j += run) {
-      run = adjacent(entries + j, nodes - j);
-      const float* weights = g.scores + u * stride + context.count + j;
-      add_values<1>(&weights, values + entries[j] * d, run, d, &out);
-    }
-    for (int64_t i = 0; i < d; i += 16) store(out + i, load(out + i) * normalizers[u]);
-  }
+  });
 }
 
-// This thread's part of all queries. The queries of each (sequence, KV head) are cut into groups,
-// at least two for each thread.
+// Attention of all nodes, of as many at a time as there is memory for their scores.
 void attention(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, SharedBuffers& b,
                ThreadBuffers& local) {
-  const int64_t queries = f.num_nodes * (m.num_heads / m.num_kv_heads);
-  const int64_t kv_heads = f.num_sequences * m.num_kv_heads;
-  int64_t groups = (2 * num_threads() + kv_heads - 1) / kv_heads;
-  if (groups * MAX_QUERIES < queries) groups = (queries + MAX_QUERIES - 1) / MAX_QUERIES;
-  if (groups > queries || layer.sliding_window) groups = queries;
-  const int64_t group_size = (queries + groups - 1) / groups;
-  const Range mine = thread_range(kv_heads * groups, 1);
-  for (int64_t job = mine.begin; job < mine.end; job++) {
-    int64_t first = job % groups * group_size, kv_head = job / groups;
-    int64_t count = queries - first < group_size ? queries - first : group_size;
-    if (count > 0)
-      attend({m, layer, f, kv_head / m.num_kv_heads, kv_head % m.num_kv_heads, first, count, b.q,
-              b.attention, local.scores});
+  const int64_t num_tokens = f.num_sequences * f.num_nodes;
+  const int64_t most_cached = *std::max_element(f.num_cached, f.num_cached + f.num_sequences);
+  const int64_t at_once = b.scores_size / (m.num_heads * scores_size(most_cached + f.tree_size));
+  for (int64_t t = 0; t < num_tokens; t += at_once) {
+    if (t) barrier();  // the scores of the last nodes are read until then
+    attend(m, layer, f, b, local, {t, std::min(t + at_once, num_tokens)});
   }
 }
 

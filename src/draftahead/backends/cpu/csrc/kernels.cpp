@@ -5,9 +5,10 @@
 // order that depends neither on the number of tokens nor on a token's place among them, so the bits
 // of a token's logits are the same as a root, as a drafted node, and in any batch.
 //
-// Read in this order: abi.h (structs from Python), vectors.h, blocks.h, float_rows.h, dot.h, panels.h,
-// int8_groups.h, linear.h, threads.h, workspace.h, attention.h, layer.h, screening.h, forward.h,
-// tree_builder.h; the functions below are all that Python calls.
+// Read in this order: abi.h (structs from Python), vectors.h, blocks.h, float_rows.h, dot.h,
+// panels.h, int8_groups.h, linear.h, threads.h, workspace.h, kv_rows.h, attention_products.h,
+// attention.h, layer.h, screening.h, forward.h, tree_builder.h; the functions below are all that
+// Python calls.
 
 #include "tree_builder.h"
 
@@ -49,8 +50,8 @@ int64_t EXPORT(integer_bytes)(const Weights* w) { return integer_bytes(*w); }
 
 // One linear layer, for models that draftahead_forward does not support. `integers`: memory for
 // quantized inputs.
-void EXPORT(linear)(const Weights* w, const float* x, int64_t num_tokens, float* y,
-                       int64_t threads, uint8_t* integers) {
+void EXPORT(linear)(const Weights* w, const float* x, int64_t num_tokens, float* y, int64_t threads,
+                    uint8_t* integers) {
   linear_all_threads(*w, x, num_tokens, y, threads, integers);
 }
 

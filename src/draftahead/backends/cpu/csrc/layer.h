@@ -22,23 +22,23 @@ inline f32x16 activate(f32x16 x, int64_t activation) {
   return x / (1.0f + fast_exp(-2.0f * inner));
 }
 
-// Stores a node's key and value (of one KV head) in the cache. Infinity and NaN of a drafted node
+// Stores a node's key and value (of one KV head) in the cache, which they are not read from again.
+// Infinity and NaN of a drafted node
 // become 0: masked, they would still make other nodes' results NaN (0 * NaN). Its own logits become
 // NaN, as without drafts. Those of a context token stay, as the target's own result.
 void store_kv(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, int64_t t,
-              int64_t kv_head, const float* k, const float* v) {
+              int64_t kv_head, float* k, float* v) {
   const int64_t d = m.head_dim, sequence = t / f.num_nodes, node = tree_node(f, t);
   const int64_t head = (f.first_slot + sequence) * m.num_kv_heads + kv_head;
-  const int64_t at = (head * m.num_entries + f.num_cached[sequence] + node) * d;
-  std::memcpy(layer.keys + at, k, d * sizeof(float));
-  std::memcpy(layer.values + at, v, d * sizeof(float));
-  if (node < f.num_context_tokens) return;
+  const int64_t at = (head * m.num_entries + f.num_cached[sequence] + node) * kv_row_size(m);
   bool overflows = false;
-  for (int64_t i = 0; i < d; i++) {
-    overflows |= !std::isfinite(k[i]) || !std::isfinite(v[i]);
-    if (!std::isfinite(k[i])) layer.keys[at + i] = 0.0f;
-    if (!std::isfinite(v[i])) layer.values[at + i] = 0.0f;
+  for (int64_t i = 0; i < d && node >= f.num_context_tokens; i++) {
+    overflows |= !is_storable(m, k[i]) || !is_storable(m, v[i]);
+    if (!is_storable(m, k[i])) k[i] = 0.0f;
+    if (!is_storable(m, v[i])) v[i] = 0.0f;
   }
+  store_row(m, k, static_cast<char*>(layer.keys) + at);
+  store_row(m, v, static_cast<char*>(layer.values) + at);
   float nan = NAN;  // the threads of several heads may store it
   if (overflows) __atomic_store(f.hidden + t * m.hidden_size, &nan, __ATOMIC_RELAXED);
 }

@@ -19,6 +19,8 @@ typedef float f32x16_unaligned __attribute__((vector_size(64), aligned(4), may_a
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef int8_t i8x16_unaligned __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef uint8_t u8x16_unaligned __attribute__((vector_size(16), aligned(1), may_alias));
@@ -149,8 +151,7 @@ inline __attribute__((always_inline)) f32x16 from_f16(const uint8_t* p) {
     f32x16 whole;
     float32x4_t quarter[4];
   } v;
-  for (int i = 0; i < 4; i++)
-    v.quarter[i] = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i)));
+  for (int i = 0; i < 4; i++) v.quarter[i] = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i)));
   return v.whole;
 #else
   f32x16 v;

@@ -10,14 +10,25 @@
 
 namespace {
 
-// Queries of a KV head that read its keys and values together. More need a larger buffer of scores;
-// fewer read keys and values more often.
-constexpr int64_t MAX_QUERIES = 16;
+// Attention scores that are held at once, of all queries: 128 MiB, which a call takes only as far
+// as it has so many. Fewer would make forwards over many nodes of a long context read its keys and
+// values more often.
+constexpr int64_t MAX_SCORES = int64_t(1) << 25;
+// Floats of values that are read at a time while all queries use them. More of them do not stay in
+// the first-level cache; with fewer, sums are stored more often.
+constexpr int64_t VALUE_TILE = 4096;
+// Keys that are read at a time, which is a multiple of the keys in a block of products. They are
+// turned, so that adjacent numbers are those of adjacent keys.
+constexpr int64_t TILE_KEYS = 32;
+// Queries whose values one thread sums: another set of them is work for another thread, or reads
+// the values again.
+constexpr int64_t SUM_QUERIES = 96;
 
 inline int64_t round_up16(int64_t n) { return (n + 15) / 16 * 16; }
 
-// Attention scores of one query: the KV entries of a slot and its tree's nodes.
-inline int64_t scores_size(const Model& m) { return round_up16(m.num_entries + MAX_NODES); }
+// Floats for the attention scores of one query with so many KV entries: softmax rounds them up from
+// any of them on, and the last float is for the query's normalizer.
+inline int64_t scores_size(int64_t entries) { return round_up16(entries + 15) + 16; }
 
 inline int64_t max_in_features(const Model& m) {
   int64_t largest = m.intermediate_size > m.hidden_size ? m.intermediate_size : m.hidden_size;
@@ -31,13 +42,22 @@ struct SharedBuffers {
   float *gate, *up;              // [num_tokens][intermediate_size]
   float* normed;                 // [num_tokens][hidden_size]
   uint8_t* integers;             // [num_tokens][integer_bytes(w)] inputs of the current layer w
+  float* scores;                 // [scores_size]: see attention.h
+  int64_t scores_size;
 
   static int64_t size(const Model& m, int64_t num_tokens) {
     return 2 * round_up16(num_tokens * m.num_heads * m.head_dim) +
            2 * round_up16(num_tokens * m.num_kv_heads * m.head_dim) +
            2 * round_up16(num_tokens * m.intermediate_size) +
-           round_up16(num_tokens * m.hidden_size) +
+           round_up16(num_tokens * m.hidden_size) + max_scores(m, num_tokens) +
            num_tokens * max_integer_bytes(max_in_features(m)) / 4;
+  }
+
+  // At least those of one node.
+  static int64_t max_scores(const Model& m, int64_t num_tokens) {
+    const int64_t of_node = m.num_heads * ::scores_size(m.num_entries);
+    const int64_t limit = MAX_SCORES > of_node ? MAX_SCORES : of_node;
+    return num_tokens * of_node < limit ? num_tokens * of_node : limit;
   }
 
   SharedBuffers(const Model& m, int64_t num_tokens, float* scratch) {
@@ -53,14 +73,22 @@ struct SharedBuffers {
     gate = take(num_tokens * m.intermediate_size);
     up = take(num_tokens * m.intermediate_size);
     normed = take(num_tokens * m.hidden_size);
+    scores_size = max_scores(m, num_tokens);
+    scores = take(scores_size);
     integers = reinterpret_cast<uint8_t*>(scratch);
   }
 };
 
 struct ThreadBuffers {
-  float* scores;  // [MAX_QUERIES][scores_size]
+  float* tile;  // [tile_size]: keys or values as float32
 
-  static int64_t size(const Model& m) { return MAX_QUERIES * scores_size(m) + 64; }
+  static int64_t size(const Model& m) { return tile_size(m) + 64; }
+
+  static int64_t tile_size(const Model& m) {
+    static_assert(MAX_NODES >= 2 * TILE_KEYS, "a tile of keys, and the same turned");
+    const int64_t tree = MAX_NODES * m.head_dim;
+    return tree > VALUE_TILE ? tree : VALUE_TILE;
+  }
 };
 
 inline void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* y) {

@@ -1,0 +1,59 @@
+"""How keys and values are stored: in the model's dtype, in bfloat16, or in int8 with scales.
+
+A stored key or value is a *row*: its numbers, or bytes that hold the float32 scales of its blocks
+of KV_BLOCK numbers, then the numbers as int8. Attention reads rows only, also those of the tokens
+of the same forward: what a token reads never depends on whether it was drafted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# int8: numbers that share a scale. With one scale for a whole key, a channel of large numbers
+# (Qwen2.5's keys have some) takes the precision of all others; smaller blocks need more memory.
+KV_BLOCK = 32
+# Names that users write, and the dtype of the tensors in which rows are stored.
+KV_CACHE_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.uint8}
+_SMALLEST = 1e-30  # blocks of smaller numbers are stored as zeros: 127 / number must be finite
+
+
+def row_width(dim: int, dtype: torch.dtype) -> int:
+    """Elements of a row for `dim` numbers."""
+    return dim + 4 * _num_blocks(dim) if dtype == torch.uint8 else dim
+
+
+def to_rows(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers [..., dim] as rows [..., row_width]. Where a block has a number that is not finite,
+    all of it becomes NaN."""
+    if dtype != torch.uint8:
+        return numbers.to(dtype)
+    *shape, dim = numbers.shape
+    padding = _num_blocks(dim) * KV_BLOCK - dim
+    blocks = torch.nn.functional.pad(numbers.float(), (0, padding)).unflatten(-1, (-1, KV_BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)  # NaN if a number is
+    inverse = (127 / largest).where(largest > _SMALLEST, 0)
+    scales = (largest / 127).where(largest > _SMALLEST, 0)
+    scales = scales.where(largest.isfinite(), torch.nan)
+    integers = (blocks * inverse).round().nan_to_num(0, 0, 0).to(torch.int8)
+    numbers8 = integers.flatten(-2)[..., :dim].contiguous()
+    return torch.cat([scales.view(*shape, -1).view(torch.uint8), numbers8.view(torch.uint8)], -1)
+
+
+def from_rows(rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Rows [..., row_width] as numbers [..., dim]; without a copy if they are stored in `dtype`."""
+    if rows.dtype != torch.uint8:
+        return rows.to(dtype)
+    size = 4 * _num_blocks(dim)
+    scales = rows[..., :size].contiguous().view(torch.float32)
+    numbers = rows[..., size:].contiguous().view(torch.int8)
+    return (numbers * scales.repeat_interleave(KV_BLOCK, -1)[..., :dim]).to(dtype)
+
+
+def overflows(stored: torch.dtype, model: torch.dtype) -> bool:
+    """Whether a token that has logits may have keys or values that cannot be stored."""
+    return stored == torch.float16 or (stored == torch.bfloat16 and model != torch.bfloat16)
+
+
+def _num_blocks(dim: int) -> int:
+    return -(-dim // KV_BLOCK)
