@@ -236,7 +236,8 @@ typedef void (*RowOutputs)(const Weights&, const FloatInputs&, float*, int64_t, 
 template <int64_t KIND>
 constexpr int64_t MAX_ROW_TOKENS = KIND < Q4_0 ? MAX_TOKENS : 4;
 
-// The most outputs, up to 4, whose sums for T tokens fit the registers beside what they are made of.
+// The most outputs, up to 4, whose sums for T tokens fit the registers beside what they are made
+// of.
 constexpr int outputs_of(int T) {
   const int fitting = REGISTERS < 32 ? 5 / T : T < 7 ? 4 : T == 7 ? 3 : 2;
   return fitting > 4 ? 4 : fitting < 1 ? 1 : fitting;
