@@ -36,11 +36,12 @@ namespace {
 // waking (5 to 50 us) comes to barriers that are about to open. Longer: a foreign process waits for
 // the core, perhaps the very one whose time slice ours are waiting for.
 constexpr int64_t BARRIER_SPIN_NS = 50'000;
-// The same for workers between two calls. A decoding step's next call comes after about 1 ms, a
-// level of a draft tree after 30 us.
-constexpr int64_t IDLE_SPIN_NS = 100'000;
-
+// The least of it, where spinning was in vain. Less: barriers that open at once put threads to sleep.
 constexpr int64_t SHORTEST_SPIN_NS = 4'000;
+// The same for workers between two calls: the next one comes 1 ms later. A core that sleeps in
+// between takes long to wake up (with 100 us steps with an EAGLE head took 10% longer); a worker that
+// spins for longer takes a core from other programs.
+constexpr int64_t IDLE_SPIN_NS = 2'000'000;
 
 inline int64_t now_ns() {
   using std::chrono::steady_clock;
@@ -205,8 +206,11 @@ class Team {
       if (last_job == LEAVE) return;
       const int64_t count = last_job & 0xffff;
       if (index >= count) continue;
-      spin_ns = spins_ ? IDLE_SPIN_NS : 0;
+      const bool spins = spins_;
       work(index);
+      // A short one if it was short at the barriers: other processes need the cores.
+      spin_ns = current_spin_ns < BARRIER_SPIN_NS ? current_spin_ns : IDLE_SPIN_NS;
+      if (!spins) spin_ns = 0;
     }
   }
 
