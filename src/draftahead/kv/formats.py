@@ -29,15 +29,16 @@ def to_rows(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype != torch.uint8:
         return numbers.to(dtype)
     *shape, dim = numbers.shape
-    padding = _num_blocks(dim) * KV_BLOCK - dim
-    blocks = torch.nn.functional.pad(numbers.float(), (0, padding)).unflatten(-1, (-1, KV_BLOCK))
+    count = _num_blocks(dim)
+    padded = torch.nn.functional.pad(numbers.float(), (0, count * KV_BLOCK - dim))
+    blocks = padded.view(*shape, count, KV_BLOCK)
     largest = blocks.abs().amax(-1, keepdim=True)  # NaN if a number is
     inverse = (127 / largest).where(largest > _SMALLEST, 0)
     scales = (largest / 127).where(largest > _SMALLEST, 0)
     scales = scales.where(largest.isfinite(), torch.nan)
     integers = (blocks * inverse).round().nan_to_num(0, 0, 0).to(torch.int8)
     numbers8 = integers.flatten(-2)[..., :dim].contiguous()
-    return torch.cat([scales.view(*shape, -1).view(torch.uint8), numbers8.view(torch.uint8)], -1)
+    return torch.cat([scales.view(*shape, count).view(torch.uint8), numbers8.view(torch.uint8)], -1)
 
 
 def from_rows(rows: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
