@@ -3,8 +3,10 @@ still runs."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,8 +114,8 @@ class Described:
 DIFFERENCES = {
     "another version": (
         r"ABI_VERSION 3\n",
-        "ABI_VERSION 3\n",
-        "ABI_VERSION is 3 in the library, 2",
+        "ABI_VERSION 4\n",
+        "ABI_VERSION is 4 in the library, 3",
     ),
     "another constant": (r"PANEL 48", "PANEL 32", "PANEL is 32 in the library, 48 in abi.py"),
     "another value of an enum": (r"NORM_EACH 1", "NORM_EACH 2", "NORM_EACH is 2 in the library, 1"),
@@ -223,6 +225,150 @@ def test_processes_that_compile_at_once_get_whole_libraries_and_leave_nothing(
     assert one == other
     assert sorted(folder.iterdir()) == sorted([one, recent])
     assert build.library() is not None
+
+
+# --------------------------------------------------------------------- the library of the package
+
+
+def package_library(folder: Path, monkeypatch: pytest.MonkeyPatch, key: str | None = None) -> Path:
+    """The library in the cache becomes that of a wheel. No compiler is left."""
+    (compiled,) = (folder / "kernels").iterdir()
+    packaged = folder / "compiled"
+    packaged.mkdir()
+    file = packaged / compiler.named(key or compiler.sources_digest(), compiled)
+    shutil.move(compiled, file)
+    monkeypatch.setattr(build, "PACKAGED", packaged)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    build.reload()
+    return file
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_a_packaged_library_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_library(tmp_path, monkeypatch, HEADER)
+    assert build.library() is not None
+    package_library(tmp_path, monkeypatch)
+    assert build.library() is not None
+    assert build.problem() is None
+    assert not caplog.records
+    assert not list((tmp_path / "kernels").iterdir())
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_a_packaged_library_of_other_sources_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And without a compiler one line says what follows."""
+    compile_library(tmp_path, monkeypatch, HEADER)
+    assert build.library() is not None
+    package_library(tmp_path, monkeypatch, key="0123456789abcdef")
+    assert build.library() is None
+    assert build.is_without_compiler()
+    build.library()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"models on the CPU run by torch alone, several times slower: {build.NO_COMPILER}"
+    ]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_a_damaged_packaged_library_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_library(tmp_path, monkeypatch, HEADER)
+    assert build.library() is not None
+    file = package_library(tmp_path, monkeypatch)
+    content = file.read_bytes()
+    file.unlink()  # not overwritten: this process has it mapped
+    file.write_bytes(content[:-100])
+    build.reload()
+    assert build.library() is None
+    assert caplog.records[0].getMessage() == f"{file} is damaged: the kernels are compiled instead"
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_a_packaged_library_of_another_layout_is_replaced_by_a_compiled_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = os.environ["PATH"]
+    other = tmp_path / "other"
+    other.mkdir()
+    compile_library(other, monkeypatch, HEADER.replace(FIELD, "FIELD(int32_t, kv_only)"))
+    assert build.library() is None
+    caplog.clear()
+    package_library(other, monkeypatch)
+    monkeypatch.setenv("PATH", path)
+    (other / "csrc/abi.h").write_text(HEADER)
+    (file,) = (other / "compiled").iterdir()
+    file.rename(file.with_name(compiler.named(compiler.sources_digest(), file)))
+    build.reload()
+    assert build.library() is not None
+    assert len(list((other / "kernels").iterdir())) == 1
+    (record,) = caplog.records
+    assert "is not used: the compiled kernels have another interface" in record.getMessage()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_flags_of_the_users_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sanitizers would otherwise check nothing."""
+    path = os.environ["PATH"]
+    compile_library(tmp_path, monkeypatch, HEADER)
+    assert build.library() is not None
+    package_library(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("DRAFTAHEAD_KERNEL_FLAGS", "-DUSERS_OWN")
+    build.reload()
+    assert build.library() is not None
+    assert len(list((tmp_path / "kernels").iterdir())) == 1
+
+
+# ----------------------------------------------------------------------------- instruction sets
+
+
+@needs_kernels
+@pytest.mark.usefixtures("reloading")
+def test_the_best_instruction_set_is_taken_or_the_one_that_the_user_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DRAFTAHEAD_KERNEL_ISA", raising=False)
+    compile_library(tmp_path, monkeypatch, HEADER)
+    library = build.library()
+    assert library is not None
+    supported = library.compiled.draftahead_isas().decode().split()
+    assert library.isa == supported[0]
+    for isa in supported:
+        monkeypatch.setenv("DRAFTAHEAD_KERNEL_ISA", isa)
+        build.reload()
+        library = build.library()
+        assert library is not None
+        assert library.isa == isa
+    monkeypatch.setenv("DRAFTAHEAD_KERNEL_ISA", "avx1024")
+    build.reload()
+    assert build.library() is None
+    names = ", ".join(supported)
+    assert build.problem() == f"DRAFTAHEAD_KERNEL_ISA=avx1024: this CPU has {names}"
+
+
+@pytest.mark.skipif(not compiler.find(), reason="no compiler")
+@pytest.mark.usefixtures("reloading")
+def test_a_cpu_without_vectors_has_no_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_library(tmp_path, monkeypatch, HEADER)
+    (tmp_path / "csrc/cpu.cpp").write_text(
+        'extern "C" const char* draftahead_isas() { return ""; }\n'
+    )
+    assert build.library() is None
+    assert build.problem() == "our kernels need a CPU with AVX2 or NEON"
+    assert len(caplog.records) == 1
 
 
 # -------------------------------------------------------------------------- without a library

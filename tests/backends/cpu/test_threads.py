@@ -3,8 +3,10 @@ after them, also when they raise."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,13 @@ import torch
 
 import zoo
 from draftahead import LLM, SamplingParams
-from draftahead.backends.cpu.threads import num_threads, torch_single_threaded
+from draftahead.backends.cpu import threads
+from draftahead.backends.cpu.threads import (
+    available_cores,
+    cpu_quota,
+    num_threads,
+    torch_single_threaded,
+)
 from draftahead.drafters.tree_builder import TreeBuilder
 from drafted import ALL
 from llama_shaped import llama_shaped
@@ -137,3 +145,114 @@ def test_the_number_is_restored_when_drafting_is_interrupted(
         llm.generate(zoo.ragged_prompts(1), GREEDY)
     assert during == [1]
     assert torch.get_num_threads() == 2
+
+
+# ------------------------------------------------------------------------- the container's quota
+
+# Files of a container: what /proc/self/cgroup says, and the files of the control groups.
+V1 = "12:cpuset:/\n4:cpu,cpuacct:{}\n1:name=systemd:/\n"
+QUOTAS: dict[str, tuple[str, dict[str, str], float | None]] = {
+    "none": ("0::/", {}, None),
+    "version 2, unlimited": ("0::/", {"cpu.max": "max 100000"}, None),
+    "version 2": ("0::/", {"cpu.max": "250000 100000"}, 2.5),
+    "version 2, of this group": ("0::/a/b", {"a/b/cpu.max": "50000 100000"}, 0.5),
+    "version 2, of the group above": (
+        "0::/a/b",
+        {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"},
+        3,
+    ),
+    "version 2, the least": (
+        "0::/a/b",
+        {"a/cpu.max": "300000 100000", "a/b/cpu.max": "400000 100000"},
+        3,
+    ),
+    "version 2, another group's": ("0::/a", {"b/cpu.max": "50000 100000"}, None),
+    "version 1, unlimited": (
+        V1.format("/a"),
+        {"cpu,cpuacct/a/cpu.cfs_quota_us": "-1", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+        None,
+    ),
+    "version 1": (
+        V1.format("/a"),
+        {"cpu,cpuacct/a/cpu.cfs_quota_us": "400000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+        4,
+    ),
+    "version 1, mounted as cpu": (
+        V1.format("/"),
+        {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "50000"},
+        3,
+    ),
+    "version 1, named as on the host": (
+        V1.format("/docker/0123"),
+        {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"},
+        1,
+    ),
+    "both versions": (
+        V1.format("/") + "0::/",
+        {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "50000"},
+        2,
+    ),
+    "no number": ("0::/", {"cpu.max": "plenty"}, None),
+    "nothing": ("", {"cpu.max": "50000 100000"}, None),
+}
+
+
+def a_machine(root: Path, groups: str, files: dict[str, str], siblings: dict[int, str]) -> Path:
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    files["proc/self/cgroup"] = groups
+    for cpu, text in siblings.items():
+        files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = text
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize("kind", QUOTAS)
+def test_the_quota_of_a_container_is_read(kind: str, tmp_path: Path) -> None:
+    groups, files, expected = QUOTAS[kind]
+    assert cpu_quota(a_machine(tmp_path, groups, files, {})) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpus", "siblings", "quota", "expected"),
+    [
+        (8, {}, None, 8),  # nothing is known of hyper-threads
+        (8, {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}, None, 4),
+        (3, {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}, None, 3),
+        (8, {}, 2.5, 2),
+        (8, {}, 0.25, 1),
+        (4, {}, 1.75, 2),
+        (4, {}, 16, 4),
+    ],
+)
+def test_available_cores(
+    cpus: int,
+    siblings: dict[int, str],
+    quota: float | None,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = {} if quota is None else {"cpu.max": f"{int(quota * 100000)} 100000"}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cpus)), raising=False)
+    assert available_cores(a_machine(tmp_path, "0::/", files, siblings)) == expected
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_quota_limits_torchs_own_number_and_not_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "_torch_default", 2)
+    monkeypatch.setattr(threads, "available_cores", lambda: 1)
+    assert num_threads() == 1
+    with torch_single_threaded():
+        assert num_threads() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert num_threads() == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    torch.set_num_threads(3)
+    assert num_threads() == 3
+    with torch_single_threaded():
+        assert num_threads() == 3

@@ -233,7 +233,7 @@ class Library:
 
     def __init__(self, compiled: ctypes.CDLL, isa: str) -> None:
         """AttributeError where a function is missing."""
-        self.isa = isa
+        self.compiled, self.isa = compiled, isa
         for name, (result, arguments) in FUNCTIONS.items():
             function = getattr(compiled, f"{name}_{isa}")
             function.restype, function.argtypes = result, arguments

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,14 +72,27 @@ def whole(folder: Path, key: str) -> tuple[Path | None, list[Path]]:
 
 
 def output_of(command: Sequence[str]) -> str:
-    done = subprocess.run(
+    """What a command writes. One that takes too long is killed with the processes that it started:
+    a compiler's driver leaves its compilers running."""
+    pipe, own_group = subprocess.PIPE, os.name == "posix"
+    with subprocess.Popen(
         command,
-        capture_output=True,
-        check=True,
         stdin=subprocess.DEVNULL,
-        timeout=COMPILE_SECONDS,
-    )
-    return done.stdout.decode(errors="replace")
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=own_group,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=COMPILE_SECONDS)
+        except BaseException:  # Ctrl-C too: the group is not the terminal's
+            if own_group:
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return output.decode(errors="replace")
 
 
 def compile_cpu(compiler: Sequence[str], folder: Path, flags: Sequence[str] = ()) -> Path:

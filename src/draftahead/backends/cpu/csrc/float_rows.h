@@ -13,7 +13,8 @@
 
 namespace {
 
-constexpr int64_t MAX_TOKENS = 8;  // of one pass over the weights: their sums fit the registers
+// Tokens of one pass over the weights: their sums fit the registers.
+constexpr int64_t MAX_TOKENS = REGISTERS < 32 ? 4 : 8;
 
 // Inputs of a linear layer.
 struct FloatInputs {
@@ -235,27 +236,33 @@ typedef void (*RowOutputs)(const Weights&, const FloatInputs&, float*, int64_t, 
 template <int64_t KIND>
 constexpr int64_t MAX_ROW_TOKENS = KIND < Q4_0 ? MAX_TOKENS : 4;
 
-// By the number of tokens. N is the most outputs whose sums for T tokens fit 32 registers.
+// The most outputs, up to 4, whose sums for T tokens fit the registers beside what they are made of.
+constexpr int outputs_of(int T) {
+  const int fitting = REGISTERS < 32 ? 5 / T : T < 7 ? 4 : T == 7 ? 3 : 2;
+  return fitting > 4 ? 4 : fitting < 1 ? 1 : fitting;
+}
+
+// By the number of tokens.
 template <int64_t KIND>
 RowOutputs row_outputs_of(int64_t num_tokens) {
   constexpr int MORE = MAX_ROW_TOKENS<KIND> > 4;
   switch (num_tokens) {
     case 1:
-      return row_outputs<KIND, 1, 4>;
+      return row_outputs<KIND, 1, outputs_of(1)>;
     case 2:
-      return row_outputs<KIND, 2, 4>;
+      return row_outputs<KIND, 2, outputs_of(2)>;
     case 3:
-      return row_outputs<KIND, 3, 4>;
+      return row_outputs<KIND, 3, outputs_of(3)>;
     case 4:
-      return row_outputs<KIND, 4, 4>;
+      return row_outputs<KIND, 4, outputs_of(4)>;
     case 5:
-      return row_outputs < KIND, MORE ? 5 : 1, 4 > ;
+      return row_outputs < KIND, MORE ? 5 : 1, outputs_of(MORE ? 5 : 1) > ;
     case 6:
-      return row_outputs < KIND, MORE ? 6 : 1, 4 > ;
+      return row_outputs < KIND, MORE ? 6 : 1, outputs_of(MORE ? 6 : 1) > ;
     case 7:
-      return row_outputs < KIND, MORE ? 7 : 1, 3 > ;
+      return row_outputs < KIND, MORE ? 7 : 1, outputs_of(MORE ? 7 : 1) > ;
     default:
-      return row_outputs < KIND, MORE ? 8 : 1, 2 > ;
+      return row_outputs < KIND, MORE ? 8 : 1, outputs_of(MORE ? 8 : 1) > ;
   }
 }
 

@@ -148,11 +148,17 @@ void int8_panel(const Weights& w, const Int8Inputs& a, float* y, int64_t stride,
 }
 
 typedef void (*Int8Panel)(const Weights&, const Int8Inputs&, float*, int64_t, int64_t, Output);
-constexpr int64_t MAX_INT8_TOKENS = 8;  // of one pass over a panel: their sums fit the registers
+// Tokens of one pass over a panel: their sums fit the registers.
+#if defined(__AVX512F__)
+constexpr int64_t MAX_INT8_TOKENS = 8;
 constexpr Int8Panel INT8_PANEL[MAX_INT8_TOKENS + 1] = {
     nullptr,       int8_panel<1>, int8_panel<2>, int8_panel<3>, int8_panel<4>,
     int8_panel<5>, int8_panel<6>, int8_panel<7>, int8_panel<8>,
 };
+#else
+constexpr int64_t MAX_INT8_TOKENS = 2;
+constexpr Int8Panel INT8_PANEL[MAX_INT8_TOKENS + 1] = {nullptr, int8_panel<1>, int8_panel<2>};
+#endif
 
 // Outputs [begin, end) of any number of tokens; begin is a multiple of PANEL. More tokens are taken
 // MAX_INT8_TOKENS at a time: the panel is then still in the cache.

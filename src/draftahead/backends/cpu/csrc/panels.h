@@ -313,8 +313,10 @@ void panel_block(const uint8_t* panel, int64_t num_units, const Unit<LIMBS>* uni
 
 // ---------------------------------------------------------------------------------------- outputs
 
-// Tokens of one pass over a panel: their sums and limbs fit 32 registers.
-constexpr int64_t max_panel_tokens(int limbs) { return limbs == 1 ? 8 : 4; }
+// Tokens of one pass over a panel: their sums and limbs fit the registers.
+constexpr int64_t max_panel_tokens(int limbs) {
+  return REGISTERS < 32 ? (limbs == 1 ? 4 : 2) : limbs == 1 ? 8 : 4;
+}
 
 template <int LIMBS>
 using PanelBlock = void (*)(const uint8_t*, int64_t, const Unit<LIMBS>*, int64_t, f32x16*);
@@ -329,9 +331,9 @@ PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
     case 2:
       return panel_block<KIND, LIMBS, 2>;
     case 3:
-      return panel_block<KIND, LIMBS, 3>;
+      return panel_block < KIND, LIMBS, most < 3 ? 1 : 3 > ;
     case 4:
-      return panel_block<KIND, LIMBS, 4>;
+      return panel_block < KIND, LIMBS, most < 4 ? 1 : 4 > ;
     case 5:
       return panel_block < KIND, LIMBS, most < 5 ? 1 : 5 > ;
     case 6:

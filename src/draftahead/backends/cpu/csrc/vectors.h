@@ -29,6 +29,14 @@ typedef uint8_t u8x64 __attribute__((vector_size(64), may_alias));
 typedef uint8_t u8x64_unaligned __attribute__((vector_size(64), aligned(1), may_alias));
 typedef uint16_t u16x32 __attribute__((vector_size(64), may_alias));
 
+// Vectors that fit the registers: 32 of 64 bytes with AVX-512, 16 of 32 bytes with AVX2, 32 of 16
+// bytes with NEON. Sums of more are stored and loaded at each use, and take minutes to compile.
+#if defined(__AVX512F__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 8;
+#endif
+
 // Adding and subtracting 1.5 * 2^23 rounds a float32 of magnitude below 2^22 to an integer.
 constexpr float ROUND_TO_INTEGER = 12582912.0f;
 
