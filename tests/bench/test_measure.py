@@ -12,8 +12,9 @@ import zoo
 from draftahead import SamplingParams, Stats, errors
 from draftahead.bench.configurations import Draftahead, Outcome
 from draftahead.bench.latency import measure_latency, weight_bytes
-from draftahead.bench.measure import PromptBatch, batches_by_task, context_for, measure, results_of
+from draftahead.bench.measure import PromptBatch, batches_by_task, context_for, measure
 from draftahead.bench.prompts import BenchPrompt, load_prompts
+from draftahead.bench.results import results_of
 from draftahead.models.runner import ModelRunner
 
 TASKS = {"chat", "code", "code_edit", "summary", "question_with_context", "translation"}
