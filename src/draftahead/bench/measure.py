@@ -121,7 +121,7 @@ def measure(
     found = Measurement(list(configurations), batches)
     runs = len(batches) * repeats * len(configurations)
     with progress_bar(f"batch {configurations[0].batch}", runs) as step:
-        run = _Runner(found, watch or CpuWatch())
+        run = _Runner(found, watch or CpuWatch(), runs)
         try:
             warm_up = SamplingParams(temperature=0, max_tokens=min(4, params.max_tokens or 4))
             for configuration in configurations:
@@ -142,8 +142,9 @@ def measure(
 class _Runner:
     """Runs single repetitions, and drops those that others disturbed."""
 
-    def __init__(self, found: Measurement, watch: CpuWatch) -> None:
-        self._found, self._watch = found, watch
+    def __init__(self, found: Measurement, watch: CpuWatch, max_retries: int) -> None:
+        # On a machine that is never quiet, a measurement takes twice as long at the most.
+        self._found, self._watch, self._retries_left = found, watch, max_retries
 
     def once(
         self, configuration: Configuration, prompts: list[list[int]], params: SamplingParams
@@ -171,7 +172,8 @@ class _Runner:
             outcome = self.once(configuration, batch.prompts, params)
             if outcome is None:
                 return
-            into = batch.dropped if outcome.disturbed and left else batch.outcomes
-            into.setdefault(configuration.name, []).append(outcome)
-            if into is batch.outcomes:
+            if not outcome.disturbed or not left or not self._retries_left:
+                batch.outcomes.setdefault(configuration.name, []).append(outcome)
                 return
+            batch.dropped.setdefault(configuration.name, []).append(outcome)
+            self._retries_left -= 1

@@ -161,9 +161,13 @@ def _server(command: str) -> Server:
     if not equals or "/" in name or os.sep in name or " -" in name:
         name, rest = "", command
     try:
-        program, *arguments = shlex.split(rest, posix=os.name != "nt")
-    except ValueError as error:  # a quote without its end; no program at all
-        raise ConfigError(f"--against {command!r} is no command: {error}") from None
+        words = shlex.split(rest, posix=os.name != "nt")
+        problem = None if words else "a program is missing"
+    except ValueError as error:  # a quote without its end
+        problem = str(error)
+    if problem is not None:
+        raise ConfigError(f"--against {command!r} is no command: {problem}")
+    program, *arguments = words
     path = _file(program)
     if not path.is_file():
         raise ConfigError(f"--against: there is no file {program!r}")
