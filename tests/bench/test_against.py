@@ -65,7 +65,7 @@ def test_a_server_is_measured_beside_ours(
     assert len(pids) >= 3 * (1 + 2) + len(dropped)  # a new server each time, warm-up too
     assert not any(map(psutil.pid_exists, pids))
     command = starts[0]
-    assert '"-c", "1280"' in command and '"-t", "1"' in command and '"-np", "1"' in command
+    assert '"-c", "384"' in command and '"-t", "1"' in command and '"-np", "1"' in command
 
 
 def test_an_engine_that_fails_leaves_the_results_of_the_others(
