@@ -44,4 +44,4 @@ class Other(InThisProcess):
         if (seconds := next(self._seconds, None)) is None:
             raise errors.OtherEngineError(f"{self.name} ended")
         stats = Stats(tokens=5, steps=5, prefill_seconds=0.25, verify_seconds=seconds - 0.25)
-        return Outcome(seconds, 5 * len(prompts), [self.text] * len(prompts), stats)
+        return Outcome(seconds, 5, [self.text] * len(prompts), stats, prefill_tokens=1)

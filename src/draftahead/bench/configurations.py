@@ -27,6 +27,7 @@ class Outcome:
     texts: Sequence[Any]  # generated token ids, or text where an engine gives no ids
     stats: Stats = field(default_factory=Stats)  # empty where an engine reports none
     lossless: bool = True
+    prefill_tokens: int = 0  # generated ones that prefill_seconds include: of a llama-server, one
     foreign_share: float | None = None  # of the CPU time, by other processes; None: not known
     disturbed: bool = False  # by them
 

@@ -97,7 +97,8 @@ class LlamaServer:
             stats, text = self._read(answer, prompt)
             total.add(stats)
             texts.append(text)
-        return Outcome(time.perf_counter() - start, total.tokens, texts, total)
+        seconds = time.perf_counter() - start
+        return Outcome(seconds, total.tokens, texts, total, prefill_tokens=len(texts))
 
     # ------------------------------------------------------------------------------- requests
 

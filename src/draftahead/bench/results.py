@@ -82,6 +82,7 @@ def repetitions_of(measurement: Measurement) -> list[dict[str, Any]]:
             "tokens": outcome.tokens,
             "prompt_tokens": sum(map(len, batch.prompts)),
             "prefill_seconds": outcome.prefill_seconds,
+            "prefill_tokens": outcome.prefill_tokens,
             "decode_seconds": outcome.decode_seconds,
             "drafted": outcome.stats.drafted,
             "accepted": outcome.stats.accepted,
@@ -150,13 +151,10 @@ def _result(
         "speedup_interval": interval_of_ratio(batches, PLAIN, name),
     }
     if all(outcome.stats.seconds for outcomes in (*runs, *plain) for outcome in outcomes):
-        decoding = [_sum(batches, n, lambda o: o.decode_seconds) for n in (PLAIN, name)]
-        prefill = _sum(batches, name, lambda o: o.prefill_seconds)
-        if decoding[1]:
-            entry["decode_tokens_per_second"] = tokens / decoding[1]
-            per_token = decoding[0] / _tokens(batches, PLAIN), decoding[1] / tokens
-            entry["decode_speedup"] = per_token[0] / per_token[1]
-        if prefill:
+        own, ours = (_decoding_rate(batches, n) for n in (name, PLAIN))
+        if own is not None and ours is not None:
+            entry |= {"decode_tokens_per_second": own, "decode_speedup": own / ours}
+        if prefill := _sum(batches, name, lambda o: o.prefill_seconds):
             entry["prompt_tokens_per_second"] = sum(map(len, prompts)) / prefill
     for key, reference in (("identical", PLAIN), ("identical_to_own", configuration.reference)):
         if reference is not None and (share := _identical(batches, name, reference)) is not None:
@@ -222,6 +220,13 @@ def _tokens(batches: Sequence[PromptBatch], name: str) -> int:
 
 def _per_token(batches: Sequence[PromptBatch], name: str) -> float:
     return _sum(batches, name, lambda o: o.seconds) / max(_tokens(batches, name), 1)
+
+
+def _decoding_rate(batches: Sequence[PromptBatch], name: str) -> float | None:
+    """Tokens per second without prefill; None if prefill gave them all."""
+    tokens = _sum(batches, name, lambda o: o.tokens - o.prefill_tokens)
+    seconds = _sum(batches, name, lambda o: o.decode_seconds)
+    return tokens / seconds if tokens and seconds else None
 
 
 def _forward_passes_ms(outcomes: Sequence[Outcome], forward_ms: Callable[[int], float]) -> float:
