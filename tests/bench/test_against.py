@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,12 @@ def test_ctrl_c_kills_the_server(
     (start,) = (tmp_path / "model.gguf.log").read_text().splitlines()
     assert not psutil.pid_exists(int(start.split()[0]))
     assert psutil.Process().children(recursive=True) == before
+
+
+def test_checks_are_quick() -> None:
+    """What is refused waits for no import of torch."""
+    code = "import sys, draftahead.bench.against; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_refusals_come_before_anything_is_loaded(

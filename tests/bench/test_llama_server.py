@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from draftahead import SamplingParams, errors
+from draftahead.bench.against import OtherEngines, parse_against
 from draftahead.bench.llama_server import LlamaServer
-from draftahead.bench.other_engines import OtherEngines, configurations_of, parse_against
+from draftahead.bench.other_engines import configurations_of
 from draftahead.core.device import default_device
 from fake_llama_server import executable
 

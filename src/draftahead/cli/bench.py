@@ -13,9 +13,9 @@ from draftahead.errors import ConfigError
 from draftahead.loader.progress import terminal_progress
 
 if TYPE_CHECKING:
+    from draftahead.bench.against import OtherEngines
     from draftahead.bench.configurations import Configuration
     from draftahead.bench.measure import Measurement
-    from draftahead.bench.other_engines import OtherEngines
 
 WITH_SHAPE = {"shape", "acceptance_rate", "num_speculative_tokens", "against", "dtype", "device"}
 WITH_SHAPE |= {"limit", "repeats", "max_tokens", "temperature", "seed", "json_file", "plot"}
@@ -99,7 +99,7 @@ def _other_engines(
     against: list[str] | None, modes: str | None, model: str, draft_model: str | None
 ) -> OtherEngines:
     """What is measured beside ours; checked before anything is loaded."""
-    from draftahead.bench.other_engines import parse_against
+    from draftahead.bench.against import parse_against
 
     chosen = None if modes is None else checks.split_list(modes)
     return parse_against(against or (), chosen, model, draft_model)
