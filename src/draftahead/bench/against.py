@@ -116,14 +116,14 @@ def parse_against(
 
 def is_gguf(model: str) -> bool:
     """Whether it is a file that llama.cpp reads, or an alias that has one."""
-    return model in ALIASES or (model.lower().endswith(".gguf") and file_of(model).isfile_of())
+    return model in ALIASES or (model.lower().endswith(".gguf") and file_of(model).is_file())
 
 
 def file_of(text: str) -> Path:
     """An absolute path; one that does not exist for what can be no path."""
     with suppress(RuntimeError, OSError, ValueError):  # no such user; too long a name
         path = Path(text).expanduser().absolute()
-        path.isfile_of()
+        path.is_file()
         return path
     return Path("missing")
 
@@ -160,7 +160,7 @@ def _server(command: str) -> Server:
         raise ConfigError(f"--against {command!r} is no command: {problem}")
     program, *arguments = words
     path = file_of(program)
-    if not path.isfile_of():
+    if not path.is_file():
         raise ConfigError(f"--against: there is no file {program!r}")
     if not os.access(path, os.X_OK):
         raise ConfigError(f"--against: {path} is not executable: chmod +x it, if it is a program")
