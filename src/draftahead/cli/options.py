@@ -18,7 +18,7 @@ from draftahead.cli import checks
 from draftahead.cli.command import DRAFTER_OPTIONS
 from draftahead.cli.terminal import notes_console
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.errors import ConfigError
+from draftahead.errors import ConfigError, OtherEngineError
 from draftahead.loader.progress import terminal_progress
 
 if TYPE_CHECKING:
@@ -204,3 +204,5 @@ class BenchOptions:
             kept = "these are the results so far" if report["results"] else "there are no results"
             notes_console().print(f"interrupted: {kept}")
             raise Exit(130)
+        if "failed" in report:
+            raise OtherEngineError("; ".join(report["failed"].values()))

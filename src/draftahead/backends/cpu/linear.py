@@ -142,8 +142,8 @@ def choose_arithmetic(model: Any, activations: str | None, report: ProgressCallb
     layers = [m for m in model.modules() if type(m) is StoredLinear and m.kind.startswith("Q")]
     if not layers and activations not in (None, "float32"):
         raise ConfigError(
-            f"activations={activations!r} is for quantized weights, as a .gguf file has them; leave "
-            "it out"
+            f"activations={activations!r} is for quantized weights, as a .gguf file has them; "
+            "leave it out"
         )
     if layers and build.library() is None:
         if activations not in (None, "float32"):
@@ -245,19 +245,6 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
             integers.data_ptr(),
         )
     return y.view(*x.shape[:-1], out)
-
-
-def output_subset(layer: Any, ids: Tensor) -> Any:
-    """A copy of a linear layer with some of its outputs only: ids [M]."""
-    if type(layer) in (Int8Linear, StoredLinear):
-        return layer.subset(ids)
-    subset = copy.copy(layer)
-    subset._parameters = {
-        name: None if p is None else nn.Parameter(p.detach()[ids], requires_grad=False)
-        for name, p in layer._parameters.items()
-    }
-    subset.out_features = len(ids)
-    return subset
 
 
 class SmallBatchLinears:

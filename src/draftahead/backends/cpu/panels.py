@@ -1,7 +1,7 @@
 """Quantized weights of a file, rearranged for integer arithmetic (csrc/panels.h) and kept on disk.
 
-The panels of a model take the bytes of its file. They are made at the first load (a second for 2 GB)
-in a file of the cache folder, which is mapped like the model's own: a later load, and a second
+The panels of a model take the bytes of its file. They are made at the first load (a second for
+2 GB) in a file of the cache folder, which is mapped like the model's own: a later load, and a second
 process, read the same memory. Models that are used least recently leave the cache first.
 """
 
