@@ -21,7 +21,9 @@ def other_isas() -> list[str]:
     library = build.library()
     if library is None:
         return []
-    return [isa for isa in library.compiled.draftahead_isas().decode().split() if isa != library.isa]
+    return [
+        isa for isa in library.compiled.draftahead_isas().decode().split() if isa != library.isa
+    ]
 
 
 def run(isa: str, files: list[Path]) -> None:

@@ -247,6 +247,9 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], out)
 
 
+Forward = tuple[Any, Callable[..., Any]]  # a module, and what it runs
+
+
 class SmallBatchLinears:
     """Runs a module's linear layers by our kernels: stored ones always, float32 ones where our
     kernels are faster than torch."""
@@ -258,8 +261,10 @@ class SmallBatchLinears:
         stored = [m for m in module.modules() if type(m) is StoredLinear and is_supported(m)]
         self.enabled = True
         has_kernels = build.library() is not None
-        self._float32 = [(m, _small_batch_forward(m)) for m in linears if has_kernels]
-        self._stored = [(m, partial(run_linear, m)) for m in stored if has_kernels]
+        self._float32: list[Forward] = [
+            (m, _small_batch_forward(m)) for m in linears if has_kernels
+        ]
+        self._stored: list[Forward] = [(m, partial(run_linear, m)) for m in stored if has_kernels]
 
     def patched(self) -> AbstractContextManager[None]:
         """While entered, the layers run by our kernels, except those that the user has patched."""
