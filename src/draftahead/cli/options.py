@@ -89,6 +89,9 @@ class ModelOptions:
 @dataclass(frozen=True)
 class LLMOptions(ModelOptions):
     quantize: Annotated[str | None, Option(help="int8: quantized weights, CPU only.")] = None
+    activations: Annotated[
+        str | None, Option(help="Inputs of a .gguf file's layers: int24 (unset), int8 or float32.")
+    ] = None
     kv_cache_dtype: Annotated[
         str | None, Option(help="bfloat16 or int8: rounded keys and values, CPU only.")
     ] = None

@@ -1,4 +1,4 @@
-"""The cache of rearranged weights: made once, shared, bounded, and never trusted when it differs."""
+"""The cache of rearranged weights: made once, shared, bounded, made again where it differs."""
 
 from __future__ import annotations
 

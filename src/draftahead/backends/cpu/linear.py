@@ -24,7 +24,7 @@ from draftahead.backends.own_code import autocast_of, has_own_forward
 from draftahead.core.device import device_of
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.loader.progress import ProgressCallback
-from draftahead.loader.stored import STORED_KINDS, StoredLinear
+from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear
 
 # Most weights that share a scale: larger groups are less exact, smaller ones take longer.
 MAX_GROUP = 256
@@ -188,16 +188,33 @@ def weights_of(
 
 
 def _add_stored(weights: abi.Weights, layer: StoredLinear, addresses: Addresses, name: str) -> None:
-    out, in_ = weights.out_features, weights.in_features
-    per_block, block_bytes = STORED_KINDS[layer.kind]
-    require(in_ % per_block == 0, f"{name} has rows of {in_} {layer.kind} weights")
-    size = out, in_ // per_block * block_bytes
-    weights.data = addresses.of(f"{name}.rows", layer.rows, *size, dtype=torch.uint8)
-    weights.kind = abi.KINDS.index(layer.kind)
+    _add_rows(weights, layer, addresses, name)
     panels = panels_of(layer)
     if panels is not None:
         weights.panels = addresses.of(f"{name}.panels", panels, len(panels), dtype=torch.uint8)
         weights.arithmetic = abi.ARITHMETICS.index(layer.activations)
+
+
+def _add_rows(
+    weights: abi.Weights, stored: StoredLinear | StoredEmbedding, addresses: Addresses, name: str
+) -> None:
+    per_block, block_bytes = STORED_KINDS[stored.kind]
+    in_ = weights.in_features
+    require(in_ % per_block == 0, f"{name} has rows of {in_} {stored.kind} weights")
+    size = weights.out_features, in_ // per_block * block_bytes
+    weights.data = addresses.of(f"{name}.rows", stored.rows, *size, dtype=torch.uint8)
+    weights.kind = abi.KINDS.index(stored.kind)
+
+
+def embeddings_of(embed: Any, addresses: Addresses, num_embeddings: int, size: int) -> abi.Weights:
+    """The rows of an embedding, as weights of a layer without panels. Raises UnsupportedSpecError."""
+    weights = abi.Weights(out_features=num_embeddings, in_features=size)
+    if type(embed) is StoredEmbedding:
+        _add_rows(weights, embed, addresses, "the embedding")
+    else:
+        require(type(embed) is nn.Embedding, "the embedding is no nn.Embedding")
+        weights.data = addresses.of("the embedding", embed.weight, num_embeddings, size)
+    return weights
 
 
 def _add_int8(weights: abi.Weights, layer: Int8Linear, addresses: Addresses, name: str) -> None:
