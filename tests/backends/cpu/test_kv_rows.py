@@ -29,6 +29,7 @@ def test_rows_of_the_kernels_are_those_of_the_models_own_forward(
         projection.weight.mul_(scales[:, None])
         projection.bias.mul_(scales)
     runner = runner_of(model, kv_cache_dtype=kv_cache_dtype)
+    assert runner.batch_invariant  # by kernels that agree with the model
     exact = runner_of(model)
     logits, keys = {}, {}
     for name, backend in (("kernels", runner._backend), ("own", None)):

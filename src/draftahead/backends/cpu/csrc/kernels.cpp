@@ -6,9 +6,9 @@
 // of a token's logits are the same as a root, as a drafted node, and in any batch.
 //
 // Read in this order: abi.h (structs from Python), vectors.h, blocks.h, float_rows.h, dot.h,
-// panels.h, int8_groups.h, linear.h, threads.h, workspace.h, kv_rows.h, attention_products.h,
-// attention.h, layer.h, screening.h, forward.h, tree_builder.h; the functions below are all that
-// Python calls.
+// panels.h, int8_groups.h, linear.h, threads.h, workspace.h, kv_rows.h, lanes.h,
+// attention_products.h, attention.h, layer.h, screening.h, forward.h, tree_builder.h; the functions
+// below are all that Python calls.
 
 #include "tree_builder.h"
 
