@@ -18,12 +18,13 @@ from types import ModuleType
 
 COMPILER = Path(__file__).resolve().parent.parent / "src/draftahead/backends/cpu/compiler.py"
 
-# The C++ runtime is linked in: the machine's own may be older than the compiler's. That of C is
-# not: its functions for exceptions must be those of the process.
-LINKED = ["-static-libstdc++", "-s"]
-# What every Linux with glibc has.
-ALLOWED = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1"}
+FLAGS = ["-DFOR_OLD_GLIBC", "-s"]  # see csrc/threads.h; without symbols of functions
+# What torch needs, and so is there: the runtimes of C and C++, in versions checked below.
+ALLOWED = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libgcc_s.so.1", "libstdc++.so.6"}
 ALLOWED |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+# By the newest symbols of the C++ runtime: the glibc of systems that have such a runtime.
+GLIBC_OF_GLIBCXX = [((3, 4, 19), (2, 17)), ((3, 4, 24), (2, 27)), ((3, 4, 28), (2, 31))]
+GLIBC_OF_GLIBCXX += [((3, 4, 29), (2, 34)), ((3, 4, 30), (2, 35)), ((3, 4, 33), (2, 39))]
 
 
 class CannotCompileError(Exception):
@@ -41,7 +42,7 @@ def compile_kernels(folder: Path) -> tuple[Path, str]:
         machine = target.split("-")[0]
         if "linux-gnu" not in target or machine not in compiler.ISAS:
             raise CannotCompileError(f"there are no compiled kernels for {target}")
-        linked = compiler.compile_library(command, folder, list(compiler.ISAS[machine]), LINKED)
+        linked = compiler.compile_library(command, folder, list(compiler.ISAS[machine]), FLAGS)
         library = linked.rename(folder / compiler.named(compiler.sources_digest(), linked))
         readelf = compiler.output_of([*command, "-print-prog-name=readelf"]).strip()
         description = compiler.output_of([readelf, "-V", "-d", str(library)])
@@ -55,12 +56,21 @@ def compile_kernels(folder: Path) -> tuple[Path, str]:
 
 def platform_tag(machine: str, description: str) -> str:
     """The manylinux tag, by the newest glibc that the library needs: by `readelf -V -d`."""
-    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", description))
-    versions = re.findall(r"Name: GLIBC_(\d+)\.(\d+)", description)
-    if needed - ALLOWED or not versions:
-        raise CannotCompileError(f"it needs {', '.join(sorted(needed - ALLOWED)) or 'no glibc'}")
-    major, minor = max((int(major), int(minor)) for major, minor in versions)
-    return f"manylinux_{major}_{max(minor, 17)}_{machine}"  # 2.17 is the oldest that pip knows
+    if missing := set(re.findall(r"\(NEEDED\).*\[(.*)\]", description)) - ALLOWED:
+        raise CannotCompileError(f"the library needs {', '.join(sorted(missing))}")
+    glibc = max(_versions("GLIBC", description), default=(2, 17))
+    if glibcxx := max(_versions("GLIBCXX", description), default=None):
+        systems = [system for newest, system in GLIBC_OF_GLIBCXX if glibcxx <= newest]
+        if not systems:
+            raise CannotCompileError("the compiler's C++ runtime is newer than any that is known")
+        glibc = max(glibc, systems[0])
+    major, minor, *_ = max(glibc, (2, 17))  # the oldest that pip knows
+    return f"manylinux_{major}_{minor}_{machine}"
+
+
+def _versions(name: str, description: str) -> list[tuple[int, ...]]:
+    found = re.findall(rf"Name: {name}_([\d.]+)", description)
+    return [tuple(map(int, version.split("."))) for version in found]
 
 
 def compiler_module() -> ModuleType:

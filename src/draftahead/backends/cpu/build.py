@@ -1,5 +1,5 @@
 """The compiled kernels: from the package, where a wheel has brought them; else compiled for this
-CPU at first use (3 to 60 seconds) and kept in the user's cache.
+CPU at first use (20 to 40 seconds) and kept in the user's cache.
 
 Without either, or if a library does not load or has other structs than abi.py, `library()` is None
 and everything runs by torch; `problem()` says why, and so does one line in the log.

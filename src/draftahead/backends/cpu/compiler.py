@@ -60,7 +60,7 @@ def named(key: str, library: Path) -> str:
 
 def whole(folder: Path, key: str) -> tuple[Path | None, list[Path]]:
     """The undamaged library of this key in a folder, and the damaged ones."""
-    damaged = []
+    damaged: list[Path] = []
     for found in folder.glob(f"{key}.*.so"):
         try:
             if found.name == named(key, found):

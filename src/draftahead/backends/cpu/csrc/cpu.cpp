@@ -9,6 +9,15 @@
 #include <sys/sysctl.h>
 #endif
 
+#ifdef FOR_OLD_GLIBC  // see threads.h
+#include <new>
+// What newer compilers call when an array's size overflows. Older systems' runtimes lack it.
+namespace std {
+__attribute__((visibility("hidden"))) void __throw_bad_array_new_length();
+void __throw_bad_array_new_length() { throw bad_alloc(); }
+}  // namespace std
+#endif
+
 namespace {
 
 #if defined(__x86_64__)

@@ -17,6 +17,19 @@
 #include <cstdint>
 #include <new>
 
+// Wheels run on any glibc that torch runs on. The compiler would take the newest versions of these
+// functions, which are the same functions: glibc 2.32 and 2.34 moved them from one file to another.
+#if defined(FOR_OLD_GLIBC) && defined(__x86_64__)
+#define OLDEST(function) asm(".symver " #function "," #function "@GLIBC_2.2.5");
+#elif defined(FOR_OLD_GLIBC) && defined(__aarch64__)
+#define OLDEST(function) asm(".symver " #function "," #function "@GLIBC_2.17");
+#else
+#define OLDEST(function)
+#endif
+OLDEST(pthread_create)
+OLDEST(pthread_join)
+OLDEST(pthread_sigmask)
+
 namespace {
 
 // How long a thread that waits for others keeps its core before it sleeps. Shorter: sleeping and
@@ -258,7 +271,7 @@ class IdleTeams {
     pthread_mutex_unlock(&mutex_);
   }
 
-  // When the process ends or the library is unloaded. Teams at work are left to themselves.
+  // When the process ends. Teams at work are left to themselves.
   void close() {
     pthread_mutex_lock(&mutex_);
     closed_ = true;
