@@ -22,8 +22,8 @@
 
 namespace {
 
-constexpr int64_t UNIT = 32;   // inputs that share a scale
-constexpr int64_t LANES = 16;  // outputs of a panel
+constexpr int64_t UNIT = 32;        // inputs that share a scale
+constexpr int64_t PANEL_ROWS = 16;  // outputs of a panel
 
 // ----------------------------------------------------------------------------------------- inputs
 
@@ -169,9 +169,9 @@ constexpr int offset_bits(int64_t kind) {
   }
 }
 
-// The same for sums of a kind with a minimum, of inputs of 24 bits. Its integers are not negative, so
-// what they add up to is mostly taken back by the minimum, and rounding both would cost two bits.
-// Integers about zero are added up exactly, and the minimum becomes what is left of it.
+// The same for sums of a kind with a minimum, of inputs of 24 bits. Its integers are not negative,
+// so what they add up to is mostly taken back by the minimum, and rounding both would cost two
+// bits. Integers about zero are added up exactly, and the minimum becomes what is left of it.
 constexpr int center_bits(int64_t kind, int limbs) {
   if (!has_minimum(kind) || limbs == 1) return offset_bits(kind);
   return kind == Q5_1 || kind == Q5_K ? 4 : 3;
@@ -272,8 +272,7 @@ inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const
 #pragma GCC unroll 3
       for (int l = 0; l < LIMBS; l++) {
         limbs[l] = i32x16{};
-        if (center)
-          limbs[l] = broadcast(unit.negative_sums[HALVES == 2 ? half : 2][l]) << center;
+        if (center) limbs[l] = broadcast(unit.negative_sums[HALVES == 2 ? half : 2][l]) << center;
 #pragma GCC unroll 8
         for (int g = half * 4; g < (half + 1) * 8 / HALVES; g++)
           limbs[l] = dot4<offset_bits(KIND) == 7>(limbs[l], integers[g], unit.x[l] + 4 * g);
@@ -281,8 +280,7 @@ inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const
       sums[t] =
           multiply_add(combined<LIMBS>(limbs), scales.scale[half] * broadcast(unit.scale), sums[t]);
     }
-    if (has_minimum(KIND))
-      sums[t] = multiply_add(minimum, broadcast(unit.sum), sums[t]);
+    if (has_minimum(KIND)) sums[t] = multiply_add(minimum, broadcast(unit.sum), sums[t]);
   }
 }
 
@@ -359,7 +357,7 @@ PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
 // Writes 16 outputs, from n on, of some tokens.
 inline void write_panel(const Weights& w, const f32x16* sums, int64_t num_tokens, float* y,
                         int64_t stride, int64_t n, Output output) {
-  const int64_t count = w.out_features - n < LANES ? w.out_features - n : LANES;
+  const int64_t count = w.out_features - n < PANEL_ROWS ? w.out_features - n : PANEL_ROWS;
   const f32x16 bias = w.bias ? load_partial(w.bias + n, count) : f32x16{};
   for (int64_t t = 0; t < num_tokens; t++) {
     float* out = y + t * stride + n;
@@ -376,7 +374,7 @@ constexpr int64_t SHARING_TOKENS = 64;
 // Longer parts fall out of it; shorter ones load and store sums more often.
 constexpr int64_t PART_UNITS = 24;
 
-// Outputs [begin, end) of tokens whose units lie token by token; begin is a multiple of LANES.
+// Outputs [begin, end) of tokens whose units lie token by token; begin is a multiple of PANEL_ROWS.
 template <int64_t KIND, int LIMBS>
 void panel_outputs(const Weights& w, const void* inputs, int64_t num_tokens, float* y,
                    int64_t stride, int64_t begin, int64_t end, Output output) {
@@ -387,8 +385,8 @@ void panel_outputs(const Weights& w, const void* inputs, int64_t num_tokens, flo
   for (int64_t first = 0; first < num_tokens; first += SHARING_TOKENS) {
     const Unit<LIMBS>* units = static_cast<const Unit<LIMBS>*>(inputs) + first * num_units;
     const int64_t count = num_tokens - first < SHARING_TOKENS ? num_tokens - first : SHARING_TOKENS;
-    for (int64_t n = begin; n < end; n += LANES) {
-      const uint8_t* panel = static_cast<const uint8_t*>(w.panels) + n / LANES * size;
+    for (int64_t n = begin; n < end; n += PANEL_ROWS) {
+      const uint8_t* panel = static_cast<const uint8_t*>(w.panels) + n / PANEL_ROWS * size;
       f32x16 sums[SHARING_TOKENS];
       for (int64_t t = 0; t < count; t++) sums[t] = f32x16{};
       for (int64_t u = 0; u < num_units; u += part, panel += part / kind.units * kind.group_bytes())
@@ -467,7 +465,7 @@ inline void pack_unit(int64_t kind, const uint8_t* q, int64_t stride, uint8_t* t
   auto put = [&](int64_t at, int row, uint32_t bytes) {
     std::memcpy(to + at + 4 * row, &bytes, 4);
   };
-  for (int row = 0; row < LANES; row++) {
+  for (int row = 0; row < PANEL_ROWS; row++) {
     if (kind == Q8_0) {
       for (int g = 0; g < 8; g++) put(64 * g, row, four(row, g));
       continue;
@@ -493,13 +491,14 @@ void make_panel(const Weights& w, int64_t number, uint8_t* panel) {
   const PanelKind kind = panel_kind(w.kind);
   const BlockSize block = block_size(w.kind);
   const int64_t units = w.in_features / UNIT, per_block = block.weights / UNIT;
-  const uint8_t* rows = static_cast<const uint8_t*>(w.data) + number * LANES * row_bytes(w);
-  uint8_t integers[LANES][256] = {};
+  const uint8_t* rows = static_cast<const uint8_t*>(w.data) + number * PANEL_ROWS * row_bytes(w);
+  uint8_t integers[PANEL_ROWS][256] = {};
   for (int64_t u = 0; u < units; u += per_block) {
     uint8_t* group = panel + u / kind.units * kind.group_bytes();
     const int64_t first = u % kind.units;                 // of the block's units in the group
     if (!first) std::memset(group, 0, kind.scale_bytes);  // outputs that are not there have scale 0
-    for (int64_t lane = 0; lane < LANES && number * LANES + lane < w.out_features; lane++) {
+    for (int64_t lane = 0; lane < PANEL_ROWS && number * PANEL_ROWS + lane < w.out_features;
+         lane++) {
       const uint8_t* b = rows + lane * row_bytes(w) + u / per_block * block.bytes;
       block_integers(w.kind, b, integers[lane]);
       pack_scales(w.kind, b, lane, first, group);
