@@ -207,7 +207,7 @@ def _add_rows(
 
 
 def embeddings_of(embed: Any, addresses: Addresses, num_embeddings: int, size: int) -> abi.Weights:
-    """The rows of an embedding, as weights of a layer without panels. Raises UnsupportedSpecError."""
+    """An embedding's rows, as weights without panels. Raises UnsupportedSpecError."""
     weights = abi.Weights(out_features=num_embeddings, in_features=size)
     if type(embed) is StoredEmbedding:
         _add_rows(weights, embed, addresses, "the embedding")
