@@ -59,7 +59,7 @@ def test_a_server_is_measured_beside_ours(
     assert known == (sys.platform == "linux")
     assert all((row["foreign_share"] is not None) == known for row in kept)
     assert report["disturbances"][0]["limit"] == 0.05
-    assert "to its own" in shown and "beside other engines" in shown
+    assert "to its own plain" in shown and "beside other engines" in shown
     starts = (tmp_path / "model.gguf.log").read_text().splitlines()
     pids = {int(line.split()[0]) for line in starts}
     dropped = [r["name"] for r in report["repetitions"] if r["dropped"] and "fake" in r["name"]]

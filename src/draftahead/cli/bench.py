@@ -50,7 +50,7 @@ def bench(
         str | None,
         Option(
             help="Speculative modes of llama.cpp and llama-servers, beside plain: draft, "
-            "ngram-mod, ... or none, separated by commas; unset: all they have."
+            "ngram-mod and others, or none, separated by commas; unset: all they have."
         ),
     ] = None,
     latency: Annotated[
@@ -216,13 +216,19 @@ def _report(
     forward_ms: Callable[[int], float] | None,
 ) -> None:
     """Prints what was measured, and adds it to the JSON report."""
-    from draftahead.bench.report import comparison_table, disturbance_note, results_table
+    from draftahead.bench.report import (
+        comparison_table,
+        disturbance_note,
+        engines_table,
+        results_table,
+    )
     from draftahead.bench.results import comparisons_of, repetitions_of, results_of
 
     console = terminal.output_console()
     if rows := results_of(measurement, forward_ms):
         terminal.print_table(console, results_table(rows, title))
     if comparisons := comparisons_of(measurement):
+        terminal.print_table(console, engines_table(rows, "each engine by itself"))
         terminal.print_table(console, comparison_table(comparisons, "beside other engines"))
     report["results"] += [row for row in rows if "drafter" in row]
     report["other_engines"] += [row for row in rows if "drafter" not in row]
