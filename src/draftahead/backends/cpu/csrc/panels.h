@@ -330,25 +330,24 @@ constexpr int64_t max_panel_tokens(int limbs) {
 template <int LIMBS>
 using PanelBlock = void (*)(const uint8_t*, int64_t, const Unit<LIMBS>*, int64_t, f32x16*);
 
-// By the number of tokens; for the first ones of more than max_panel_tokens.
+// Tokens of the next pass, of those that are left. There is no code for every number: each takes a
+// second to compile for all kinds, and a panel that was just read is in the cache.
+constexpr int64_t pass_tokens(int64_t left, int64_t most) {
+  return left >= most ? most : left < 4 ? left : 4;
+}
+
 template <int64_t KIND, int LIMBS>
 PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
   constexpr int most = max_panel_tokens(LIMBS);
-  switch (num_tokens < most ? num_tokens : most) {
+  switch (num_tokens) {
     case 1:
       return panel_block<KIND, LIMBS, 1>;
     case 2:
       return panel_block<KIND, LIMBS, 2>;
     case 3:
-      return panel_block < KIND, LIMBS, most < 3 ? 1 : 3 > ;
+      return panel_block<KIND, LIMBS, (most < 3 ? 1 : 3)>;
     case 4:
-      return panel_block < KIND, LIMBS, most < 4 ? 1 : 4 > ;
-    case 5:
-      return panel_block < KIND, LIMBS, most < 5 ? 1 : 5 > ;
-    case 6:
-      return panel_block < KIND, LIMBS, most < 6 ? 1 : 6 > ;
-    case 7:
-      return panel_block < KIND, LIMBS, most < 7 ? 1 : 7 > ;
+      return panel_block<KIND, LIMBS, (most < 4 ? 1 : 4)>;
     default:
       return panel_block<KIND, LIMBS, most>;
   }
@@ -381,7 +380,7 @@ void panel_outputs(const Weights& w, const void* inputs, int64_t num_tokens, flo
   constexpr int64_t most = max_panel_tokens(LIMBS);
   constexpr PanelKind kind = panel_kind(KIND);
   const int64_t num_units = w.in_features / UNIT, size = panel_bytes(KIND, w.in_features);
-  const int64_t part = num_tokens > most ? PART_UNITS : num_units;
+  const int64_t part = num_tokens > pass_tokens(num_tokens, most) ? PART_UNITS : num_units;
   for (int64_t first = 0; first < num_tokens; first += SHARING_TOKENS) {
     const Unit<LIMBS>* units = static_cast<const Unit<LIMBS>*>(inputs) + first * num_units;
     const int64_t count = num_tokens - first < SHARING_TOKENS ? num_tokens - first : SHARING_TOKENS;
@@ -390,9 +389,11 @@ void panel_outputs(const Weights& w, const void* inputs, int64_t num_tokens, flo
       f32x16 sums[SHARING_TOKENS];
       for (int64_t t = 0; t < count; t++) sums[t] = f32x16{};
       for (int64_t u = 0; u < num_units; u += part, panel += part / kind.units * kind.group_bytes())
-        for (int64_t t = 0; t < count; t += most)
-          panel_block_of<KIND, LIMBS>(count - t)(panel, num_units - u < part ? num_units - u : part,
-                                                 units + t * num_units + u, num_units, sums + t);
+        for (int64_t t = 0, pass; t < count; t += pass) {
+          pass = pass_tokens(count - t, most);
+          panel_block_of<KIND, LIMBS>(pass)(panel, num_units - u < part ? num_units - u : part,
+                                            units + t * num_units + u, num_units, sums + t);
+        }
       write_panel(w, sums, count, y + first * stride, stride, n, output);
     }
   }
