@@ -19,6 +19,7 @@ typedef float f32x16_unaligned __attribute__((vector_size(64), aligned(4), may_a
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef int8_t i8x16_unaligned __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef uint8_t u8x16_unaligned __attribute__((vector_size(16), aligned(1), may_alias));
@@ -159,7 +160,6 @@ inline __attribute__((always_inline)) f32x16 from_f16(const uint8_t* p) {
 }
 
 inline __attribute__((always_inline)) f32x16 from_bf16(const uint8_t* p) {
-  typedef uint32_t u32x16 __attribute__((vector_size(64)));
   const auto bits = *reinterpret_cast<const u16x16_unaligned*>(p);
   return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
 }
