@@ -41,7 +41,7 @@ def to_rows(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mixed(keys: Tensor) -> Tensor:
-    """Keys whose blocks are turned by a Hadamard matrix, which turns them back as well. A channel of
+    """Keys whose blocks are turned by a Hadamard matrix, which turns them back too. A channel of
     large numbers is then spread over its block, and takes no precision from the others; products
     with queries that are turned too stay what they were."""
     blocks = list(keys.split(KV_BLOCK, -1))
