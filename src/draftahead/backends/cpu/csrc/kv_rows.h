@@ -31,6 +31,23 @@ inline uint16_t to_bfloat16(float x) {
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+// Turns the blocks of a key that is stored in int8, and of the queries that read it, by a Hadamard
+// matrix: see `mixed` in kv/formats.py. The products stay what they were.
+inline void mix(const Model& m, float* x) {
+  for (int64_t begin = 0; begin < m.head_dim; begin += KV_BLOCK) {
+    const int64_t rest = m.head_dim - begin, size = rest < KV_BLOCK ? rest : KV_BLOCK;
+    float* block = x + begin;
+    const float factor = 1.0 / std::sqrt(double(size));
+    for (int64_t i = 0; i < size; i++) block[i] *= factor;
+    for (int64_t half = 1; half < size; half *= 2)
+      for (int64_t i = 0; i < size; i++)
+        if (!(i & half)) {
+          const float one = block[i], other = block[i + half];
+          block[i] = one + other, block[i + half] = one - other;
+        }
+  }
+}
+
 // One block of an int8 row: numbers in [-127, 127], and their scale. The scale is NaN if a number
 // is not finite, and 0 if all are too small for one.
 inline float quantize_block(const float* x, int64_t count, int8_t* numbers) {
