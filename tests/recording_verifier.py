@@ -16,6 +16,7 @@ class Recording:
         self.num_slots, self.limit = slots, max_depth
         self.held = dict(enumerate(held))  # KV entries of any prompt
         self.tokens_in: list[list[int]] = [[] for _ in range(slots)]
+        self.last_used = [0] * slots
         self.calls: list[Any] = []
         self.clock = [0.0]
 
@@ -43,6 +44,9 @@ class Recording:
 
     def clear_slot(self, slot: int) -> None:
         self.calls.append(("clear", slot))
+
+    def give_back(self, slot: int, start: int) -> None:
+        self.calls.append(("give back", slot, start))
 
     def synchronize(self) -> None:
         """The forward is done now."""

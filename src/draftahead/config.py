@@ -114,9 +114,10 @@ class LLMConfig(Parameters):
     revision: a branch, tag or commit of the target, if it comes from a hub.
     max_batch, max_context: sequences and tokens per sequence that the KV cache has room for.
     quantize: "int8" quantizes the weights (CPU). Speculation is exact with respect to that model.
-    activations: how the CPU multiplies quantized weights of a file. "int24" (the default), fixed point
-        of 24 bits, is as exact as "float32", and faster; "int8" is faster still and rounds inputs to
-        8 bits, as llama.cpp does: another model, with respect to which speculation is exact.
+    activations: how the CPU multiplies quantized weights of a file. "int24" (the default), fixed
+        point of 24 bits, is as exact as "float32", and faster; "int8" is faster still and rounds
+        inputs to 8 bits, as llama.cpp does: another model, with respect to which speculation is
+        exact.
     kv_cache_dtype: "bfloat16" or "int8" (with a scale per 32 numbers) rounds the target's keys and
         values as they are stored (CPU): half and 28% of float32's memory. Speculation is exact with
         respect to that model.

@@ -82,6 +82,10 @@ class ReplayUnsupportedError(DraftaheadError):
     """The kernels on this machine do not hold what exact="replay" promises."""
 
 
+class OtherEngineError(DraftaheadError):
+    """Another engine, measured beside ours, does not start, ended, or answered something else."""
+
+
 class DrafterFaultWarning(UserWarning):
     """A drafter failed. The text goes on without its guesses; only speed is lost."""
 

@@ -121,7 +121,9 @@ def test_kv_caches_are_freed_before_the_next_batch_size(
         (("--drafter", "lookup,suffix", "--draft-model", "x"), "none of lookup, suffix drafts"),
         (("--drafter", "eagle", "--draft-model", "/no/head"), "/no/head"),
         (("--json", "/nowhere/x.json"), "cannot write"),
-        (("--against", "llama.cpp"), "embedded model|pip install xllamacpp"),
+        (("--against", "llama.cpp"), "reads GGUF: --model .* is no .gguf file"),
+        (("--shape", "tiny", "--against", "llama.cpp"), "reads GGUF"),
+        (("--against", "transformers", "--against-modes", "none"), "--against-modes is for"),
     ],
 )
 def test_bad_options(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import zoo
-from draftahead import SamplingParams, Stats, errors
-from draftahead.bench.configurations import Draftahead, Outcome
+from draftahead import SamplingParams, errors
 from draftahead.bench.latency import measure_latency, weight_bytes
-from draftahead.bench.measure import PromptBatch, batches_by_task, context_for, measure, results_of
+from draftahead.bench.measure import PromptBatch, batches_by_task, context_for, measure
 from draftahead.bench.prompts import BenchPrompt, load_prompts
+from draftahead.bench.report import comparison_table
+from draftahead.bench.results import comparisons_of, results_of
 from draftahead.models.runner import ModelRunner
+from scripted_engines import Other, Scripted
 
 TASKS = {"chat", "code", "code_edit", "summary", "question_with_context", "translation"}
 
@@ -76,24 +78,6 @@ def test_mistakes_in_a_file_of_prompts_are_named(
             load_prompts(name)
 
 
-class Scripted(Draftahead):
-    """A configuration whose seconds are given, one per repetition."""
-
-    def __init__(self, name: str, seconds: Sequence[float], log: list[str]) -> None:
-        self.name, self.batch, self.log = name, 1, log
-        self._seconds = iter(seconds)
-
-    def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
-        self.log.append(self.name)
-        if params.max_tokens == 4:  # the warm-up
-            return Outcome(0.0, 0, [])
-        seconds = next(self._seconds)
-        if seconds < 0:
-            raise KeyboardInterrupt
-        stats = Stats(tokens=10, steps=5, drafted=8, accepted=5, verify_seconds=seconds)
-        return Outcome(seconds, 10 * len(prompts), [[1, 2]] * len(prompts), stats)
-
-
 def test_configurations_are_interleaved_and_medians_count() -> None:
     log: list[str] = []
     plain = Scripted("none", [2.0, 9.0, 2.0, 4.0, 4.0, 4.0], log)
@@ -122,6 +106,56 @@ def test_an_interrupt_keeps_complete_batches() -> None:
     found = measure([plain, fast], batches, SamplingParams(max_tokens=9), repeats=2)
     assert found.interrupted
     assert {r["task"] for r in results_of(found)} == {"a", "overall"}
+
+
+def test_other_engines_are_compared_by_tokens_and_with_their_own_plain_texts() -> None:
+    plain = Scripted("none", [2.0] * 4, [])
+    fast = Scripted("fast", [1.0, 1.0, 1.0, 3.0], [])
+    other, drafted = Other("other", [2.0] * 4), Other("other, suffix", [1.0] * 4, "abd")
+    batches = [PromptBatch("a", [[1, 2, 3]])]
+    found = measure([plain, fast, other, drafted], batches, SamplingParams(max_tokens=9), 4)
+    results = {r["name"]: r for r in results_of(found) if r["task"] == "overall"}
+    assert results["other"]["speedup"] == 0.5  # half of the tokens in the same time
+    assert results["other"]["tokens"] == 5 and results["none"]["tokens"] == 10
+    assert results["other"]["decode_tokens_per_second"] == pytest.approx(4 / 1.75)
+    assert results["other"]["prompt_tokens_per_second"] == pytest.approx(3 / 0.25)
+    assert results["other"]["decode_speedup"] == pytest.approx((2 / 10) / (1.75 / 4))
+    assert results["other"]["identical_to_own"] == 1
+    assert results["other, suffix"]["identical_to_own"] == 0
+    assert "identical" not in results["other"]  # text, where ours are token ids
+    assert results["none"]["speedup_interval"] == (1, 1)
+    low, high = results["fast"]["speedup_interval"]
+    assert low <= results["fast"]["speedup"] == 2 <= high and low < high
+    versus = {(c["name"], c["other"]): c for c in comparisons_of(found) if c["task"] == "a"}
+    assert versus["fast", "other"]["ratio"] == pytest.approx(4)
+    assert versus["fast", "other, suffix"]["ratio"] == pytest.approx(2)
+    assert versus["none", "other, suffix"]["interval"] == pytest.approx((1, 1))
+    assert [versus["fast", name]["best"] for name in ("other", "other, suffix")] == [False, True]
+    assert [versus["fast", name]["plain"] for name in ("other", "other, suffix")] == [True, False]
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(comparison_table(comparisons_of(found), "title"))
+    assert "2.00x" in shown.get() and "(its best)" in shown.get()
+
+
+def test_a_single_repetition_has_no_interval() -> None:
+    batches = [PromptBatch("a", [[1]])]
+    found = measure([Scripted("none", [2.0], [])], batches, SamplingParams(max_tokens=9), 1)
+    assert [row["speedup_interval"] for row in results_of(found)] == [None, None]
+
+
+def test_an_engine_that_fails_is_left_out() -> None:
+    log: list[str] = []
+    plain = Scripted("none", [2.0] * 4, log)
+    other = Other("other", [1.0, 1.0, 1.0])
+    batches = [PromptBatch("a", [[1]]), PromptBatch("b", [[2]])]
+    found = measure([plain, other], batches, SamplingParams(max_tokens=9), 2)
+    assert found.failed == {"other": "other ended"} and not found.interrupted
+    assert log == ["none"] * 5
+    assert {(row["name"], row["task"]) for row in results_of(found)} == {
+        ("none", task) for task in ("a", "b", "overall")
+    }
+    assert comparisons_of(found) == []
 
 
 def test_each_batch_has_one_task() -> None:

@@ -131,7 +131,7 @@ def test_help_is_cut_nowhere_at_80_columns(
 def test_tables_are_cut_nowhere_at_80_columns() -> None:
     """Names are folded, numbers stay whole."""
     names = "none", "transformers prompt look-up", "ngram(num_speculative_tokens=3)"
-    numbers = {"tokens_per_second": 1234.5, "speedup": 1.61, "speedup_spread": (1.55, 1.67)}
+    numbers = {"tokens_per_second": 1234.5, "speedup": 1.61, "speedup_interval": (1.55, 1.67)}
     numbers |= {"decode_speedup": 1.83, "mean_acceptance_length": 3.25, "identical": 1.0}
     row = {"task": "question_with_context", "batch": 16, **numbers}
     table = results_table([{**row, "name": name, "drafter": name} for name in names], "title")

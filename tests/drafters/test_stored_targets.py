@@ -50,19 +50,19 @@ def models(folder: Path) -> tuple[Any, Any]:
 def save_eagle(model: Any, folder: Path) -> dict[str, Any]:
     head = TASKS[0](model, random_data()).module
     eagle_io.save(head, folder, with_lm_head=False)
-    return {"method": "eagle", "model": str(folder)}
+    return {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
 
 
 def save_medusa(model: Any, folder: Path) -> dict[str, Any]:
     heads = MedusaHeads(64, 2, draft_to_target=DRAFT_TOKENS)
     medusa_io.save(heads, folder, vocab_size=zoo.VOCABULARY)
-    return {"method": "medusa", "model": str(folder)}
+    return {"method": "medusa", "model": str(folder), "num_speculative_tokens": 2}
 
 
 def save_exit(model: Any, folder: Path) -> dict[str, Any]:
     adapter = new_adapter(model, 2, rank=8)
     exit_io.save(adapter, folder)
-    return {"method": "early_exit", "adapter": str(folder)}
+    return {"method": "early_exit", "adapter": str(folder), "num_speculative_tokens": 2}
 
 
 @pytest.mark.parametrize("save", [save_eagle, save_medusa, save_exit])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftahead.kv.formats import KV_BLOCK, from_rows, overflows, row_width, to_rows
+from draftahead.kv.formats import KV_BLOCK, from_rows, mixed, overflows, row_width, to_rows
 
 
 @pytest.mark.parametrize("dim", [1, 5, 31, 32, 33, 64, 80, 128])
@@ -55,6 +55,26 @@ def test_int8_blocks_with_a_number_that_is_not_finite_are_nan(bad: float) -> Non
 def test_int8_blocks_of_tiny_numbers_are_zeros(size: float) -> None:
     found = from_rows(to_rows(torch.full((33,), size), torch.uint8), 33, torch.float32)
     assert found.tolist() == [0.0] * 33
+
+
+@pytest.mark.parametrize("dim", [1, 5, 16, 32, 48, 64, 80, 128])
+def test_mixed_keys_have_the_same_products_and_are_mixed_back(dim: int) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    keys, queries = torch.randn(2, 4, 3, dim, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(mixed(mixed(keys)), keys)
+    products = (mixed(keys) * mixed(queries)).sum(-1)
+    torch.testing.assert_close(products, (keys * queries).sum(-1))
+
+
+@pytest.mark.parametrize("dim", [16, 32, 80])
+def test_a_channel_of_large_numbers_takes_little_precision_from_the_others(dim: int) -> None:
+    keys = torch.randn(1000, dim, generator=torch.Generator().manual_seed(1))
+    keys[:, 3] = 100
+    plain = from_rows(to_rows(keys, torch.uint8), dim, torch.float32)
+    turned = mixed(from_rows(to_rows(mixed(keys), torch.uint8), dim, torch.float32))
+    block = slice(0, min(dim, KV_BLOCK))
+    errors = [(found - keys)[:, block].square().mean().sqrt() for found in (plain, turned)]
+    assert errors[1] < errors[0] / 2.5
 
 
 def test_rows_of_zeros_are_zero_bytes() -> None:

@@ -162,6 +162,7 @@ OPTIONS_LIKELY: dict[str, tuple[Any, ...]] = {
     "device": ("cpu", "cuda:99", torch.device("cuda", 99)),
     "quantize": ("int8",),
     "kv_cache_dtype": ("bfloat16", "int8"),
+    "activations": ("float32",),  # the others are for .gguf files
     "compile": (True,),
 }
 

@@ -68,7 +68,8 @@ def test_every_kind_and_shape_is_the_widened_model(
         assert isinstance(embedding, StoredEmbedding)
         assert isinstance(lm_head, StoredLinear)
         assert (embedding.rows.data_ptr() == lm_head.rows.data_ptr()) is tied
-        assert lm_head.origin == (path, "token_embd.weight" if tied else "output.weight")
+        name = "token_embd.weight" if tied else "output.weight"
+        assert lm_head.origin == (path, name, True)
 
 
 def test_the_bytes_are_those_of_the_file_and_are_not_copied(tmp_path: Path) -> None:

@@ -1,26 +1,21 @@
-"""Configurations of a benchmark: drafters in this engine, and other engines."""
+"""Configurations of a benchmark: drafters in this engine, and transformers' `generate`."""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from draftahead.bench import PLAIN
-from draftahead.core.checks import choice
 from draftahead.core.device import device_of
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.core.stats import Stats
-from draftahead.errors import ConfigError
 from draftahead.llm import LLM
-from draftahead.loader.embedded import ALIASES
-from draftahead.loader.hub import load, resolve_dtype
-
-ENGINES = ("transformers", "llama.cpp")
 
 
 @dataclass
@@ -29,20 +24,56 @@ class Outcome:
 
     seconds: float  # wall time, prefill included
     tokens: int
-    texts: list[list[int]]  # generated token ids, if the engine reports them
-    stats: Stats = field(default_factory=Stats)
+    texts: Sequence[Any]  # generated token ids, or text where an engine gives no ids
+    stats: Stats = field(default_factory=Stats)  # empty where an engine reports none
     lossless: bool = True
+    prefill_tokens: int = 0  # generated ones that prefill_seconds include: of a llama-server, one
+    foreign_share: float | None = None  # of the CPU time, by other processes; None: not known
+    disturbed: bool = False  # by them
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Sequences of a batch run at once: the seconds of each count them in full."""
+        return self.stats.prefill_seconds / max(len(self.texts), 1)
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.stats.decode_seconds / max(len(self.texts), 1)
 
 
 class Configuration(Protocol):
     name: str
     batch: int
+    engine: str
+    reference: str | None  # the engine's own plain decoding, which texts are compared with
+
+    def running(self) -> AbstractContextManager[list[int]]:
+        """Ready to run while entered. Yields the processes in which it runs."""
+        ...
+
+    def warm_up(self, prompt: Sequence[int]) -> None:
+        """Called before every repetition."""
+        ...
 
     def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome: ...
 
 
-class Draftahead:
+class InThisProcess:
+    """What is loaded all the time, and warm."""
+
+    @contextmanager
+    def running(self) -> Iterator[list[int]]:
+        yield [os.getpid()]
+
+    def warm_up(self, prompt: Sequence[int]) -> None:
+        pass
+
+
+class Draftahead(InThisProcess):
     """A drafter in this engine."""
+
+    engine = "draftahead"
+    reference: str | None = PLAIN
 
     def __init__(self, name: str, llm: LLM) -> None:
         self.name, self.llm, self.batch = name, llm, llm.config.max_batch
@@ -67,10 +98,12 @@ def with_drafters(
     return [Draftahead(name, llm) for name, llm in [(PLAIN, plain), *llms.items()]]
 
 
-class Transformers:
+class Transformers(InThisProcess):
     """transformers' `generate`: plain, with prompt look-up, or with an assistant model."""
 
     batch = 1
+    engine = "transformers"
+    reference: str | None = "transformers"
 
     def __init__(self, name: str, model: Any, **options: Any) -> None:
         self.name, self.model, self.options = name, model, options
@@ -87,56 +120,6 @@ class Transformers:
             texts.append(out[0, len(prompt) :].tolist())
         device_of(self.model.device).synchronize()
         return Outcome(time.perf_counter() - start, sum(map(len, texts)), texts)
-
-
-class LlamaCpp:
-    """llama.cpp through the optional package xllamacpp, on the same GGUF file."""
-
-    name, batch = "llama.cpp", 1
-
-    def __init__(self, alias: str) -> None:
-        import xllamacpp
-
-        parameters = xllamacpp.CommonParams()
-        parameters.model.path = str(ALIASES[alias].gguf)
-        parameters.n_ctx, parameters.n_parallel = 4096, 1
-        parameters.cpuparams.n_threads = torch.get_num_threads()
-        parameters.warmup = True
-        parameters.verbosity = -1  # otherwise it logs every request
-        self.server = xllamacpp.Server(parameters)
-
-    def run(self, prompts: Sequence[list[int]], params: SamplingParams) -> Outcome:
-        options = {"max_tokens": params.max_tokens, "temperature": params.temperature}
-        tokens, start = 0, time.perf_counter()
-        for prompt in prompts:
-            request = {"prompt": prompt, "cache_prompt": False, **options}
-            answer = self.server.handle_completions(request)
-            tokens += int(answer["usage"]["completion_tokens"])
-        return Outcome(time.perf_counter() - start, tokens, [])
-
-
-def check_engines(names: Sequence[str], model: str | None) -> None:
-    """Refuses other engines that cannot run a model (None: one with random weights)."""
-    for name in names:
-        choice(*ENGINES).of("--against", name)
-    if "llama.cpp" in names:
-        if model not in ALIASES:
-            raise ConfigError("--against llama.cpp runs the embedded model's own GGUF file")
-        if importlib.util.find_spec("xllamacpp") is None:
-            raise ConfigError("--against llama.cpp needs: pip install xllamacpp")
-
-
-def other_engines(names: Sequence[str], model: str, device: torch.device) -> list[Configuration]:
-    """Other engines on the same model, by name."""
-    found: list[Configuration] = []
-    if "transformers" in names:
-        # Loaded again: our model may be quantized, stored, and its attention function is replaced.
-        own = load(model, dtype=resolve_dtype(None, device), device=device)[0]
-        look_up = Transformers("transformers prompt look-up", own, prompt_lookup_num_tokens=8)
-        found += [Transformers("transformers", own), look_up]
-    if "llama.cpp" in names:
-        found.append(LlamaCpp(model))
-    return found
 
 
 def transformers_assisted(model: Any, draft: Any, num_drafted: int) -> list[Configuration]:

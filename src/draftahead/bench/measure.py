@@ -1,19 +1,18 @@
-"""Runs configurations interleaved over the same prompts, and sums the results up by task."""
+"""Runs configurations interleaved over the same prompts."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
-from draftahead.bench import OVERALL, PLAIN
-from draftahead.bench.configurations import Configuration, Draftahead, Outcome
+from draftahead.bench.configurations import Configuration, Outcome
+from draftahead.bench.disturbance import FOREIGN_SHARE, NUM_RETRIES, CpuWatch
 from draftahead.bench.prompts import BenchPrompt
 from draftahead.control.policy import SURVEYED_KEYS
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.core.stats import Stats
+from draftahead.errors import OtherEngineError
 from draftahead.llm import LLM
 from draftahead.loader.progress import progress_bar
 
@@ -28,13 +27,26 @@ class PromptBatch:
     task: str
     prompts: list[list[int]]
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    dropped: dict[str, list[Outcome]] = field(default_factory=dict)  # disturbed, measured again
 
 
 @dataclass
 class Measurement:
-    configurations: list[Configuration]
+    configurations: list[Configuration]  # without those that failed
     batches: list[PromptBatch]  # those that every configuration has run
     interrupted: bool = False
+    failed: dict[str, str] = field(default_factory=dict)  # other engines, with their errors
+
+    def disturbances(self) -> dict[str, Any]:
+        """How many repetitions others disturbed, over all batches."""
+        kept = [o for batch in self.batches for found in batch.outcomes.values() for o in found]
+        known = any(outcome.foreign_share is not None for outcome in kept)
+        return {
+            "limit": FOREIGN_SHARE,
+            "known": known,  # otherwise this system has no counters, and none was dropped
+            "dropped": sum(len(f) for batch in self.batches for f in batch.dropped.values()),
+            "kept": sum(outcome.disturbed for outcome in kept),
+        }
 
 
 # --------------------------------------------------------------------------------- prompts
@@ -101,126 +113,67 @@ def measure(
     batches: list[PromptBatch],
     params: SamplingParams,
     repeats: int,
+    watch: CpuWatch | None = None,
 ) -> Measurement:
     """Each repetition runs a batch with every configuration, starting with another one each time:
     a disturbance of the machine hits all of them. Ctrl-C ends the measurement and keeps the
-    batches that are complete."""
-    configurations, interrupted = list(configurations), False
+    batches that are complete; an engine of others that fails is left out from there on."""
+    found = Measurement(list(configurations), batches)
     runs = len(batches) * repeats * len(configurations)
     with progress_bar(f"batch {configurations[0].batch}", runs) as step:
+        run = _Runner(found, watch or CpuWatch(), runs)
         try:
             warm_up = SamplingParams(temperature=0, max_tokens=min(4, params.max_tokens or 4))
             for configuration in configurations:
-                configuration.run(batches[0].prompts[:1], warm_up)
+                run.once(configuration, batches[0].prompts[:1], warm_up)
             for number, batch in enumerate(batches):
                 for repetition in range(repeats):
                     first = (number + repetition) % len(configurations)
-                    for configuration in configurations[first:] + configurations[:first]:
-                        outcome = configuration.run(batch.prompts, params)
-                        batch.outcomes.setdefault(configuration.name, []).append(outcome)
+                    for configuration in (*configurations[first:], *configurations[:first]):
+                        run.repetition(configuration, batch, params)
                         step()
         except KeyboardInterrupt:
-            interrupted = True
-    complete = [b for b in batches if all(b.outcomes.get(c.name) for c in configurations)]
-    return Measurement(configurations, complete, interrupted)
+            found.interrupted = True
+    names = [configuration.name for configuration in found.configurations]
+    found.batches = [b for b in batches if all(b.outcomes.get(name) for name in names)]
+    return found
 
 
-# ---------------------------------------------------------------------------------- results
+class _Runner:
+    """Runs single repetitions, and drops those that others disturbed."""
 
+    def __init__(self, found: Measurement, watch: CpuWatch, max_retries: int) -> None:
+        # On a machine that is never quiet, a measurement takes twice as long at the most.
+        self._found, self._watch, self._retries_left = found, watch, max_retries
 
-def results_of(
-    measurement: Measurement, forward_ms: Callable[[int], float] | None = None
-) -> list[dict[str, Any]]:
-    """One entry per configuration and task, `overall` included. Seconds are the sum over batches
-    of the median over repetitions; the spread is that of single repetitions over all batches.
-    `forward_ms`, the latency of a forward pass by its tokens, adds the lowest speed-up of any
-    prompt as predicted from the forward passes, which is free of timing noise."""
-    results = []
-    for task in [*dict.fromkeys(batch.task for batch in measurement.batches), OVERALL]:
-        batches = [batch for batch in measurement.batches if task in (batch.task, OVERALL)]
-        for configuration in measurement.configurations if batches else []:
-            entry = _result(configuration, task, batches)
-            if isinstance(configuration, Draftahead):
-                entry |= _engine_result(configuration, batches)
-                if forward_ms is not None and configuration.batch == 1:
-                    predicted = [
-                        [_forward_passes_ms(b.outcomes[name], forward_ms) for b in batches]
-                        for name in (PLAIN, configuration.name)
-                    ]
-                    entry["worst_predicted_speedup"] = min(
-                        plain / drafted for plain, drafted in zip(*predicted, strict=True)
-                    )
-            results.append(entry)
-    return results
+    def once(
+        self, configuration: Configuration, prompts: list[list[int]], params: SamplingParams
+    ) -> Outcome | None:
+        """None: another engine failed, now or before."""
+        if configuration not in self._found.configurations:
+            return None
+        try:
+            with configuration.running() as pids:
+                configuration.warm_up(prompts[0])
+                before = self._watch.start(pids)
+                outcome = configuration.run(prompts, params)
+                outcome.foreign_share = self._watch.foreign_share(before, pids)
+        except OtherEngineError as error:
+            self._found.failed[configuration.name] = str(error)
+            self._found.configurations.remove(configuration)
+            return None
+        outcome.disturbed = (outcome.foreign_share or 0.0) > FOREIGN_SHARE
+        return outcome
 
-
-def _result(
-    configuration: Configuration, task: str, batches: Sequence[PromptBatch]
-) -> dict[str, Any]:
-    """The figures that every engine has."""
-    name = configuration.name
-    runs, plain = ([batch.outcomes[n] for batch in batches] for n in (name, PLAIN))
-    speedups = [
-        sum(outcomes[i].seconds for outcomes in plain)
-        / sum(outcomes[i].seconds for outcomes in runs)
-        for i in range(min(map(len, runs + plain)))
-    ]
-    tokens = sum(outcomes[-1].tokens for outcomes in runs)
-    texts, plain_texts = (
-        [text for outcomes in side for text in outcomes[-1].texts] for side in (runs, plain)
-    )
-    entry = {
-        "name": name,
-        "task": task,
-        "batch": configuration.batch,
-        "prompts": len(plain_texts),
-        "tokens": tokens,
-        "tokens_per_second": tokens / _seconds(batches, name),
-        "speedup": _seconds(batches, PLAIN) / _seconds(batches, name),
-        "speedup_spread": [min(speedups), max(speedups)],
-    }
-    if texts:
-        same = sum(a == b for a, b in zip(texts, plain_texts, strict=True))
-        entry["identical"] = same / len(texts)
-    return entry
-
-
-def _engine_result(configuration: Draftahead, batches: Sequence[PromptBatch]) -> dict[str, Any]:
-    """The figures that only this engine reports."""
-    name, stats = configuration.name, Stats()
-    last = [batch.outcomes[name][-1] for batch in batches]
-    for outcome in last:
-        stats.add(outcome.stats)
-    copied = ("mean_acceptance_length", "acceptance_rate", "drafted_at", "accepted_at")
-    decoding = [_seconds(batches, n, decoding=True) for n in (PLAIN, name)]
-    return {
-        "drafter": name,
-        "lossless": all(outcome.lossless for outcome in last),
-        "decode_speedup": decoding[0] / decoding[1],
-        **{key: getattr(stats, key) for key in (*copied, "steps_by_nodes", "seconds_by_nodes")},
-        # Sequences of a batch share forward passes; the seconds of each count them in full.
-        "ms_per_forward": 1e3 * stats.verify_seconds / stats.steps,
-        "ms_per_step": 1e3 * stats.decode_seconds / stats.steps,
-        "seconds_by_stage": {
-            stage: getattr(stats, f"{stage}_seconds") / configuration.batch
-            for stage in ("prefill", "draft", "verify", "other")
-        },
-    }
-
-
-def _seconds(batches: Sequence[PromptBatch], name: str, *, decoding: bool = False) -> float:
-    """Of a configuration: all, or those of decoding only."""
-
-    def of(outcome: Outcome, batch: PromptBatch) -> float:
-        return outcome.stats.decode_seconds / len(batch.prompts) if decoding else outcome.seconds
-
-    return sum(median(of(outcome, b) for outcome in b.outcomes[name]) for b in batches)
-
-
-def _forward_passes_ms(outcomes: Sequence[Outcome], forward_ms: Callable[[int], float]) -> float:
-    """Predicted time of all forward passes of a text: their number by nodes, times the latency."""
-    return median(forward_passes_ms(o.stats.steps_by_nodes, forward_ms) for o in outcomes)
-
-
-def forward_passes_ms(steps_by_nodes: Sequence[int], forward_ms: Callable[[int], float]) -> float:
-    return sum(count * forward_ms(n) for n, count in enumerate(steps_by_nodes, start=1))
+    def repetition(
+        self, configuration: Configuration, batch: PromptBatch, params: SamplingParams
+    ) -> None:
+        for left in range(NUM_RETRIES, -1, -1):
+            outcome = self.once(configuration, batch.prompts, params)
+            if outcome is None:
+                return
+            if not outcome.disturbed or not left or not self._retries_left:
+                batch.outcomes.setdefault(configuration.name, []).append(outcome)
+                return
+            batch.dropped.setdefault(configuration.name, []).append(outcome)
+            self._retries_left -= 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from draftahead.bench import PLAIN
+from draftahead.bench import OVERALL, PLAIN
 
 # ---------------------------------------------------------------------------------- tables
 
@@ -68,33 +68,84 @@ def results_table(results: list[dict[str, Any]], title: str) -> Table:
     lengths = ("decoding\nonly", "acceptance\nlength")
     table = table_of(
         ("task", "configuration", "batch"),
-        ("tok/s", "speed-up", "(spread)", *lengths, "identical"),
+        ("tok/s", "speed-up", "(95%)", *lengths, "identical"),
         title=title,
-        caption="tok/s and speed-up by wall time, prefill included",
+        caption="tok/s and speed-up by wall time, prefill included; identical to `none`",
     )
-
-    def known(row: Mapping[str, Any], key: str, form: str) -> str:
-        return form.format(row[key]) if key in row else "-"
-
     previous = None
     for row in results:
         if previous not in (None, row["task"]):
             table.add_section()
-        low, high = row["speedup_spread"]
-        name = row["name"]
+        interval, name = row["speedup_interval"], row["name"]
         table.add_row(
             row["task"] if row["task"] != previous else "",
             name if row.get("lossless", True) else f"[red]{name}, not lossless[/red]",
             str(row["batch"]),
             f"{row['tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}x",
-            f"{low:.2f}-{high:.2f}",
-            known(row, "decode_speedup", "{:.2f}x"),
-            known(row, "mean_acceptance_length", "{:.2f}"),
-            known(row, "identical", "{:.0%}"),
+            "-" if interval is None else "{:.2f}-{:.2f}".format(*interval),
+            _known(row, "decode_speedup", "{:.2f}x"),
+            _known(row, "mean_acceptance_length", "{:.2f}"),
+            _known(row, "identical", "{:.0%}"),
         )
         previous = row["task"]
     return table
+
+
+def engines_table(results: list[dict[str, Any]], title: str) -> Table:
+    """Over all prompts: what the speed-up of another engine is made of."""
+    table = table_of(
+        ["configuration"],
+        ("tokens", "decoding tok/s", "prompt tok/s", "identical to its own plain"),
+        title=title,
+        caption="rates as each engine reports them; texts may end at other tokens",
+    )
+    for row in results:
+        if row["task"] == OVERALL:
+            table.add_row(
+                row["name"],
+                str(row["tokens"]),
+                _known(row, "decode_tokens_per_second", "{:.1f}"),
+                _known(row, "prompt_tokens_per_second", "{:.0f}"),
+                _known(row, "identical_to_own", "{:.0%}"),
+            )
+    return table
+
+
+def _known(row: Mapping[str, Any], key: str, form: str) -> str:
+    return form.format(row[key]) if row.get(key) is not None else "-"
+
+
+def comparison_table(comparisons: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """Over all prompts: each of our configurations over each engine, plain and at its best."""
+    rows = [row for row in comparisons if row["task"] == OVERALL]
+    shown = {row["other"]: row for row in rows if row["best"] or row["plain"]}
+    heads = (f"{name}\n(its best)" if row["best"] else name for name, row in shown.items())
+    caption = "ratio of tok/s by wall time, prefill included, and its 95% interval"
+    table = table_of(["configuration"], heads, title=title, caption=caption)
+    for name in dict.fromkeys(row["name"] for row in rows):
+        cells = []
+        for row in rows:
+            if row["name"] == name and row["other"] in shown:
+                interval = row["interval"]
+                sure = "" if interval is None else " ({:.2f}-{:.2f})".format(*interval)
+                cells.append(f"{row['ratio']:.2f}x{sure}")
+        table.add_row(name, *cells)
+    return table
+
+
+def disturbance_note(found: Mapping[str, Any]) -> str:
+    """What happened to repetitions that other processes disturbed; empty: nothing."""
+    limit = f"{found['limit']:.0%} of the CPU time"
+    if not found["known"]:
+        return "the CPU time of other processes is not known here: no repetition was dropped"
+    if not found["dropped"]:
+        return ""
+    kept = f"; {found['kept']} stayed so and count, flagged in --json" if found["kept"] else ""
+    return (
+        f"dropped and measured again: {found['dropped']} repetitions in which other processes took "
+        f"over {limit}{kept}"
+    )
 
 
 # --------------------------------------------------------------------------------- figures

@@ -24,7 +24,8 @@ from draftahead.bench.configurations import (
 )
 from draftahead.bench.latency import measure_latency
 from draftahead.bench.machine import peak_memory, provenance
-from draftahead.bench.measure import PromptBatch, measure, results_of
+from draftahead.bench.measure import PromptBatch, measure
+from draftahead.bench.results import results_of
 from draftahead.core.checks import choice
 from draftahead.core.draft import Draft
 from draftahead.core.sampling_params import SamplingParams

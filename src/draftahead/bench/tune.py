@@ -14,8 +14,8 @@ from typing import Any
 from rich.table import Table
 
 from draftahead.bench import PLAIN
-from draftahead.bench.measure import forward_passes_ms
 from draftahead.bench.report import figure, table_of
+from draftahead.bench.results import forward_passes_ms
 
 MIN_STEPS = 8  # of a number of nodes, for its mean latency to be used
 AUTOMATIC = "automatic"  # the policy decides at every step

@@ -18,7 +18,7 @@ from draftahead.cli import checks
 from draftahead.cli.command import DRAFTER_OPTIONS
 from draftahead.cli.terminal import notes_console
 from draftahead.core.sampling_params import SamplingParams
-from draftahead.errors import ConfigError
+from draftahead.errors import ConfigError, OtherEngineError
 from draftahead.loader.progress import terminal_progress
 
 if TYPE_CHECKING:
@@ -89,6 +89,9 @@ class ModelOptions:
 @dataclass(frozen=True)
 class LLMOptions(ModelOptions):
     quantize: Annotated[str | None, Option(help="int8: quantized weights, CPU only.")] = None
+    activations: Annotated[
+        str | None, Option(help="Inputs of a .gguf file's layers: int24 (unset), int8 or float32.")
+    ] = None
     kv_cache_dtype: Annotated[
         str | None, Option(help="bfloat16 or int8: rounded keys and values, CPU only.")
     ] = None
@@ -204,3 +207,5 @@ class BenchOptions:
             kept = "these are the results so far" if report["results"] else "there are no results"
             notes_console().print(f"interrupted: {kept}")
             raise Exit(130)
+        if "failed" in report:
+            raise OtherEngineError("; ".join(report["failed"].values()))

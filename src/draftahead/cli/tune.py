@@ -39,8 +39,9 @@ def tune(
     from draftahead.bench.configurations import with_drafters
     from draftahead.bench.latency import interpolated, measure_latency
     from draftahead.bench.machine import provenance
-    from draftahead.bench.measure import measure, prepare, results_of
+    from draftahead.bench.measure import measure, prepare
     from draftahead.bench.report import latency_table
+    from draftahead.bench.results import results_of
 
     console = terminal.output_console()
     numbers = checks.split_numbers("--num-speculative-tokens", num_speculative_tokens)

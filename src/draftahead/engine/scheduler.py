@@ -176,9 +176,9 @@ class Scheduler:
         slot, last = self.running.index(sequence), len(self.running) - 1
         if sequence.finish_reason == "error":
             self._cache.clear_slot(slot)
+        self._cache.last_used[slot] = self._num_admitted
         # In one assignment, so that an interrupt loses no sequence. One between this line and the
         # next leaves the entries of other tokens in the slot, which Verifier.forward notices.
-        self._cache.last_used[slot] = self._num_admitted
         behind = self.running[slot + 1 :]
         self.running = [*self.running[:slot], *behind[-1:], *behind[:-1]]
         self._cache.swap_slots(slot, last)

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftahead.core.device import device_of, small_tensor
 from draftahead.errors import CacheMemoryError, UnsupportedModelError
 from draftahead.kv import memory
-from draftahead.kv.formats import from_rows, overflows, row_width, to_rows
+from draftahead.kv.formats import from_rows, mixed, overflows, row_width, to_rows
 
 # Bytes of a slot that are worth giving back to the system, which takes 1 to 10 ms. Smaller: more
 # time; larger: more memory is kept in case that the slot's next sequence needs it.
@@ -350,7 +350,10 @@ class LayerCacheView(_CacheMethods):
             (self.values, value.transpose(1, 2)),
         ):
             dim, new = new.shape[-1], new.to(self.dtype)  # autocast has its own
-            if stored.dtype != torch.uint8:
+            is_mixed = stored.dtype == torch.uint8 and stored is self.keys
+            if is_mixed:
+                new = mixed(new)
+            elif stored.dtype != torch.uint8:
                 new = new.to(stored.dtype)
             # A drafted token may overflow in half precision. Its NaN would reach other nodes
             # through the mask (0 * NaN), so it is not stored, and noted: see CacheView.overflows.
@@ -365,7 +368,8 @@ class LayerCacheView(_CacheMethods):
                 rows = rows.index_select(0, slots)
             else:
                 rows = rows[self.first_slot : self.first_slot + len(self.entries)]
-            found.append(from_rows(rows, dim, self.dtype))
+            numbers = from_rows(rows, dim, self.dtype)
+            found.append(mixed(numbers) if is_mixed else numbers)
         keys, values = found
         return keys, values
 

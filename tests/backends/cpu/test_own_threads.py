@@ -60,9 +60,8 @@ def test_python_threads_call_at_the_same_time() -> None:
 
     def call(i: int) -> None:
         torch.set_num_threads(3)
-        for _ in range(150):
-            if not torch.equal(run_linear(layers[i], x), expected[i]):
-                wrong.append(i)
+        results = (run_linear(layers[i], x) for _ in range(150))
+        wrong.extend(i for result in results if not torch.equal(result, expected[i]))
 
     threads = [threading.Thread(target=call, args=(i,)) for i in range(len(layers))]
     for thread in threads:

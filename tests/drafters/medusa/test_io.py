@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import zoo
 from draftahead import LLM, errors
-from draftahead.backends.cpu.linear import Int8Linear, output_subset
+from draftahead.backends.cpu.linear import Int8Linear
+from draftahead.backends.modules import output_subset
 from draftahead.drafters.medusa import io
 from draftahead.drafters.medusa.heads import MedusaHeads, new_heads
 from drafted import random_heads

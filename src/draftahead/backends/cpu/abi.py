@@ -37,7 +37,7 @@ ARITHMETICS = ("float32", "int24", "int8")  # enum Arithmetic
 INPUT_NORMS = ("none", "each", "all")  # enum InputNorm
 KV_FORMATS = ("float32", "bfloat16", "int8")  # enum KVFormat
 CONSTANTS = {
-    "ABI_VERSION": 3,
+    "ABI_VERSION": 4,
     "PANEL": PANEL,
     "CHUNK": CHUNK,
     "TOPK": TOPK,
@@ -184,8 +184,7 @@ class TreeArgs(Struct):
         ("root_entries", POINTER),
         ("max_depths", POINTER),
         ("draft_to_target", POINTER),
-        ("embeddings", POINTER),
-        ("num_embeddings", INT),
+        ("embeddings", Weights),
         ("embed_norm", POINTER),
         ("hidden_norm", POINTER),
         ("norm_before_residual", INT),

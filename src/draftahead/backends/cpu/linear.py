@@ -24,7 +24,7 @@ from draftahead.backends.own_code import autocast_of, has_own_forward
 from draftahead.core.device import device_of
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.loader.progress import ProgressCallback
-from draftahead.loader.stored import STORED_KINDS, StoredLinear
+from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear
 
 # Most weights that share a scale: larger groups are less exact, smaller ones take longer.
 MAX_GROUP = 256
@@ -142,8 +142,8 @@ def choose_arithmetic(model: Any, activations: str | None, report: ProgressCallb
     layers = [m for m in model.modules() if type(m) is StoredLinear and m.kind.startswith("Q")]
     if not layers and activations not in (None, "float32"):
         raise ConfigError(
-            f"activations={activations!r} is for quantized weights, as a .gguf file has them; leave "
-            "it out"
+            f"activations={activations!r} is for quantized weights, as a .gguf file has them; "
+            "leave it out"
         )
     if layers and build.library() is None:
         if activations not in (None, "float32"):
@@ -188,16 +188,33 @@ def weights_of(
 
 
 def _add_stored(weights: abi.Weights, layer: StoredLinear, addresses: Addresses, name: str) -> None:
-    out, in_ = weights.out_features, weights.in_features
-    per_block, block_bytes = STORED_KINDS[layer.kind]
-    require(in_ % per_block == 0, f"{name} has rows of {in_} {layer.kind} weights")
-    size = out, in_ // per_block * block_bytes
-    weights.data = addresses.of(f"{name}.rows", layer.rows, *size, dtype=torch.uint8)
-    weights.kind = abi.KINDS.index(layer.kind)
+    _add_rows(weights, layer, addresses, name)
     panels = panels_of(layer)
     if panels is not None:
         weights.panels = addresses.of(f"{name}.panels", panels, len(panels), dtype=torch.uint8)
         weights.arithmetic = abi.ARITHMETICS.index(layer.activations)
+
+
+def _add_rows(
+    weights: abi.Weights, stored: StoredLinear | StoredEmbedding, addresses: Addresses, name: str
+) -> None:
+    per_block, block_bytes = STORED_KINDS[stored.kind]
+    in_ = weights.in_features
+    require(in_ % per_block == 0, f"{name} has rows of {in_} {stored.kind} weights")
+    size = weights.out_features, in_ // per_block * block_bytes
+    weights.data = addresses.of(f"{name}.rows", stored.rows, *size, dtype=torch.uint8)
+    weights.kind = abi.KINDS.index(stored.kind)
+
+
+def embeddings_of(embed: Any, addresses: Addresses, num_embeddings: int, size: int) -> abi.Weights:
+    """An embedding's rows, as weights without panels. Raises UnsupportedSpecError."""
+    weights = abi.Weights(out_features=num_embeddings, in_features=size)
+    if type(embed) is StoredEmbedding:
+        _add_rows(weights, embed, addresses, "the embedding")
+    else:
+        require(type(embed) is nn.Embedding, "the embedding is no nn.Embedding")
+        weights.data = addresses.of("the embedding", embed.weight, num_embeddings, size)
+    return weights
 
 
 def _add_int8(weights: abi.Weights, layer: Int8Linear, addresses: Addresses, name: str) -> None:
@@ -247,17 +264,7 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], out)
 
 
-def output_subset(layer: Any, ids: Tensor) -> Any:
-    """A copy of a linear layer with some of its outputs only: ids [M]."""
-    if type(layer) in (Int8Linear, StoredLinear):
-        return layer.subset(ids)
-    subset = copy.copy(layer)
-    subset._parameters = {
-        name: None if p is None else nn.Parameter(p.detach()[ids], requires_grad=False)
-        for name, p in layer._parameters.items()
-    }
-    subset.out_features = len(ids)
-    return subset
+Forward = tuple[Any, Callable[..., Any]]  # a module, and what it runs
 
 
 class SmallBatchLinears:
@@ -271,8 +278,10 @@ class SmallBatchLinears:
         stored = [m for m in module.modules() if type(m) is StoredLinear and is_supported(m)]
         self.enabled = True
         has_kernels = build.library() is not None
-        self._float32 = [(m, _small_batch_forward(m)) for m in linears if has_kernels]
-        self._stored = [(m, partial(run_linear, m)) for m in stored if has_kernels]
+        self._float32: list[Forward] = [
+            (m, _small_batch_forward(m)) for m in linears if has_kernels
+        ]
+        self._stored: list[Forward] = [(m, partial(run_linear, m)) for m in stored if has_kernels]
 
     def patched(self) -> AbstractContextManager[None]:
         """While entered, the layers run by our kernels, except those that the user has patched."""

@@ -1,7 +1,7 @@
 """Quantized weights of a file, rearranged for integer arithmetic (csrc/panels.h) and kept on disk.
 
-The panels of a model take the bytes of its file. They are made at the first load (a second for 2 GB)
-in a file of the cache folder, which is mapped like the model's own: a later load, and a second
+The panels of a model take the bytes of its file. They are made at the first load (a second for
+2 GB) in a file of the cache folder, which is mapped like the model's own: a later load, and another
 process, read the same memory. Models that are used least recently leave the cache first.
 """
 
@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -79,10 +78,13 @@ def prepare_panels(model: Any, report: ProgressCallback) -> None:
                 start = -(-start // ALIGNMENT) * ALIGNMENT
                 parts.append(_Part(layer, start, _size(layer)))
         for path, parts in files.items():
-            with suppress(OSError):  # the file is gone, or the disk is full: panels are in memory
+            try:
                 whole = _cached(path, parts, report)
-                for layer, start, size in parts:
-                    _panels[layer] = whole[start : start + size]
+            except OSError as problem:  # each layer's panels are then made in memory
+                log.warning("the rearranged weights of %s are not kept: %s", path.name, problem)
+                continue
+            for layer, start, size in parts:
+                _panels[layer] = whole[start : start + size]
 
 
 # ------------------------------------------------------------------------------------- on the disk

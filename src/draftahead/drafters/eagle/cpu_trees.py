@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftahead.backends.base import UnsupportedSpecError, require
 from draftahead.backends.cpu import abi
 from draftahead.backends.cpu.addresses import Addresses, address
 from draftahead.backends.cpu.kernels import NODES_PER_CALL
-from draftahead.backends.cpu.linear import weights_of
+from draftahead.backends.cpu.linear import embeddings_of, weights_of
 from draftahead.core.device import host_ints, padded
 from draftahead.core.draft import Draft
 from draftahead.core.tree import MAX_NODES
@@ -49,8 +49,7 @@ class CpuTreeBuilder:
     def _bound_tree_args(self) -> abi.TreeArgs:
         projection, spec, addresses = self._projection, self._runner.spec, self._addresses
         embed, size, to_target = projection.embed, spec.hidden_size, projection.draft_to_target
-        require(type(embed) is nn.Embedding, "the embedding is no nn.Embedding")
-        num_embeddings, vocab_size = len(embed.weight), spec.vocab_size
+        num_embeddings, vocab_size = embed.num_embeddings, spec.vocab_size
         tokens = torch.arange(vocab_size) if to_target is None else to_target
         known = len(tokens) and 0 <= int(tokens.min()) <= int(tokens.max()) < num_embeddings
         require(bool(known), "the draft vocabulary has tokens without an embedding")
@@ -61,8 +60,7 @@ class CpuTreeBuilder:
         args = abi.TreeArgs(
             num_children=CHILDREN,
             min_confidence=MIN_CONFIDENCE,
-            embeddings=addresses.of("the embedding", embed.weight, num_embeddings, size),
-            num_embeddings=num_embeddings,
+            embeddings=embeddings_of(embed, addresses, num_embeddings, size),
             embed_norm=addresses.of("embed_norm", projection.embed_norm, size),
             hidden_norm=addresses.of("hidden_norm", projection.hidden_norm, size),
             norm_before_residual=projection.norm_before_residual,

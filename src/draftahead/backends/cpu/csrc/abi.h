@@ -16,7 +16,7 @@
 extern "C" {
 
 // Raised when a function's arguments change: the layout below does not tell that.
-constexpr int64_t ABI_VERSION = 3;
+constexpr int64_t ABI_VERSION = 4;
 
 constexpr int64_t PANEL = 48;         // int8: outputs stored side by side; the last panel is padded
 constexpr int64_t CHUNK = 64;         // int8: weights that one AVX-512 VNNI instruction multiplies
@@ -166,8 +166,7 @@ struct HeadInputs {
   FIELD(const int64_t*, root_entries) /* [num_sequences] KV entry of the root in its cache */      \
   FIELD(const int64_t*, max_depths)   /* [num_sequences] */                                        \
   FIELD(const int64_t*, draft_to_target) /* [draft vocab] token ids; null: the same vocabulary */  \
-  FIELD(const float*, embeddings)        /* [num_embeddings][hidden_size] */                       \
-  FIELD(int64_t, num_embeddings)                                                                   \
+  FIELD(Weights, embeddings)       /* rows of any kind but INT8: [num_embeddings][hidden_size] */  \
   FIELD(const float*, embed_norm)  /* [hidden_size] */                                             \
   FIELD(const float*, hidden_norm) /* [hidden_size] */                                             \
   FIELD(int64_t, norm_before_residual)                                                             \

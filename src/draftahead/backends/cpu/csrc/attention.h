@@ -110,26 +110,39 @@ void score_entries(const Queries& g, int64_t begin, int64_t end, float* buffer) 
   }
 }
 
-inline f32x16 larger(f32x16 a, f32x16 b) { return a > b ? a : b; }  // b if a is NaN
+inline f32xN larger(f32xN a, f32xN b) { return a > b ? a : b; }  // b if a is NaN
+
+// The largest of `count` scores, a multiple of 16. Two running maxima: each comparison waits for
+// the last one of its own.
+float largest_score(const float* scores, int64_t count, float scaling) {
+  f32xN even = broadcast_lanes(-INFINITY), odd = even;
+  for (int64_t j = 0; j < count; j += 2 * LANES) {
+    even = larger(load_lanes(scores + j) * scaling, even);
+    odd = larger(load_lanes(scores + std::min(j + LANES, count - LANES)) * scaling, odd);
+  }
+  even = larger(even, odd);
+  float largest = even[0];
+  for (int lane = 1; lane < LANES; lane++) largest = std::max(largest, float(even[lane]));
+  return largest;
+}
 
 // Softmax in place without its division: returns the factor that makes the weights sum to 1.
 float softmax(float* scores, int64_t count, float scaling) {
   const int64_t padded = round_up16(count), last = padded - 16;
   for (int64_t j = count; j < padded; j++) scores[j] = -INFINITY;
-  f32x16 even = load(scores + last) * scaling, odd = broadcast(-INFINITY), total = {};
-  even = larger(even, odd);
-  for (int64_t j = 0; j < last; j += 32) {  // two sums of comparisons: each waits for its last
-    even = larger(load(scores + j) * scaling, even);
-    odd = larger(load(scores + std::min(j + 16, last)) * scaling, odd);
-  }
-  const float largest = max_lane(larger(even, odd));
-  for (int64_t j = 0; j < last; j += 16) {
-    const f32x16 weights = fast_exp(load(scores + j) * scaling - largest);
-    store(scores + j, weights);
-    total += weights;
-  }
-  store(scores + last, fast_exp(load(scores + last) * scaling - largest));
+  const float largest = largest_score(scores, padded, scaling);
+  f32xN totals[16 / LANES] = {};
+  for (int64_t j = 0; j < padded; j += 16)
+#pragma GCC unroll 4
+    for (int part = 0; part < 16 / LANES; part++) {
+      float* at = scores + j + LANES * part;
+      const f32xN weights = fast_exp(load_lanes(at) * scaling - largest);
+      store_lanes(at, weights);
+      if (j < last) totals[part] += weights;
+    }
   for (int64_t j = count; j < padded; j++) scores[j] = 0;
+  f32x16 total;
+  std::memcpy(&total, totals, sizeof total);
   return 1.0f / sum_lanes(total + load(scores + last));
 }
 

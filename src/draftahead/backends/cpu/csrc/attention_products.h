@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kv_rows.h"
+#include "lanes.h"
 #include "workspace.h"
 
 namespace {
@@ -31,11 +32,17 @@ inline int64_t block_size(int64_t remaining, int64_t most) {
 
 // ---------------------------------------------------------------------------------------- scores
 
-#if defined(__AVX512F__)
-constexpr int SCORE_QUERIES = 6;      // queries whose products with a tile are in registers,
-constexpr int SCORE_VECTORS = 2;      // with so many sixteens of its keys at a time
-constexpr int REGISTER_CHANNELS = 4;  // channels, in sixteens, of a block's sums of values that are
+// What fits into the registers: queries of a block whose products are summed at once with so many
+// vectors of keys, and vectors of values whose sums are kept for a block of queries.
+#if defined(__AVX512F__)  // 32 registers
+constexpr int SCORE_QUERIES = 6, SCORE_VECTORS = 2, VALUE_VECTORS = 4;
+#elif defined(__AVX__)  // 16
+constexpr int SCORE_QUERIES = 3, SCORE_VECTORS = 2, VALUE_VECTORS = 2;
+#else                   // 32 on ARM
+constexpr int SCORE_QUERIES = 6, SCORE_VECTORS = 2, VALUE_VECTORS = 4;
+#endif
 
+#if defined(__AVX512F__)
 // Rows of sixteen numbers become columns.
 inline __attribute__((always_inline)) void transpose16(f32x16* v) {
   f32x16 t[16];
@@ -69,10 +76,6 @@ inline void turn_keys(Rows keys, int64_t i, float* turned) {
   for (int k = 0; k < 16; k++) store(turned + (i + k) * TILE_KEYS, v[k]);
 }
 #else
-constexpr int SCORE_QUERIES = 1;
-constexpr int SCORE_VECTORS = 1;
-constexpr int REGISTER_CHANNELS = 1;
-
 inline void turn_keys(Rows keys, int64_t i, float* turned) {
   for (int k = 0; k < 16; k += 4)
     for (int j = 0; j < 16; j += 4) {
@@ -110,25 +113,26 @@ inline void turn_tile(Rows keys, int64_t count, int64_t head_dim, float* turned)
   }
 }
 
-// Products of Q queries with V sixteens of turned keys, summed over channels 16 apart: those from
+// Products of Q queries with V vectors of turned keys, summed over channels 16 apart: those from
 // `lane` on, and those from `lane` + 8 on, which are added to them.
 template <int Q, int V>
 inline __attribute__((always_inline)) void multiply_lane(const float* const* queries,
                                                          const float* turned, int64_t head_dim,
-                                                         int64_t lane, f32x16 (*sums)[V]) {
-  f32x16 acc[2][Q][V] = {};
+                                                         int64_t lane, f32xN (*sums)[V]) {
+  f32xN acc[2][Q][V] = {};
   for (int64_t i = lane; i < head_dim; i += 16)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-      f32x16 key[V];
+      f32xN key[V];
 #pragma GCC unroll 2
       for (int v = 0; v < V; v++)
-        key[v] = in_register(load(turned + (i + 8 * half) * TILE_KEYS + 16 * v));
+        key[v] = pinned(load_lanes(turned + (i + 8 * half) * TILE_KEYS + LANES * v));
 #pragma GCC unroll 6
       for (int q = 0; q < Q; q++) {
-        const f32x16 query = in_register(broadcast(queries[q][i + 8 * half]));
+        const f32xN query = pinned(broadcast_lanes(queries[q][i + 8 * half]));
 #pragma GCC unroll 2
-        for (int v = 0; v < V; v++) acc[half][q][v] = multiply_add(query, key[v], acc[half][q][v]);
+        for (int v = 0; v < V; v++)
+          acc[half][q][v] = multiply_add_lanes(query, key[v], acc[half][q][v]);
       }
     }
 #pragma GCC unroll 6
@@ -137,19 +141,19 @@ inline __attribute__((always_inline)) void multiply_lane(const float* const* que
     for (int v = 0; v < V; v++) sums[q][v] = acc[0][q][v] + acc[1][q][v];
 }
 
-// Scores of Q queries with V sixteens of turned keys: sums of the lanes in the order of sum_lanes.
+// Scores of Q queries with V vectors of turned keys: sums of the lanes in the order of sum_lanes.
 template <int Q, int V>
 inline __attribute__((always_inline)) void score_keys(const float* const* queries,
                                                       const float* turned, int64_t head_dim,
-                                                      f32x16 (*scores)[V]) {
-  f32x16 quarters[2][Q][V], a[Q][V], b[Q][V];
+                                                      f32xN (*scores)[V]) {
+  f32xN quarters[2][Q][V], a[Q][V], b[Q][V];
   for (int64_t odd = 0; odd < 2; odd++)
     for (int64_t lane = odd; lane < 4; lane += 2) {
       multiply_lane<Q, V>(queries, turned, head_dim, lane, a);
       multiply_lane<Q, V>(queries, turned, head_dim, lane + 4, b);
       for (int q = 0; q < Q; q++)
         for (int v = 0; v < V; v++) {
-          const f32x16 sum = a[q][v] + b[q][v];
+          const f32xN sum = a[q][v] + b[q][v];
           quarters[odd][q][v] = lane < 2 ? sum : quarters[odd][q][v] + sum;
         }
     }
@@ -162,12 +166,12 @@ template <int Q>
 void score_tile(const float* const* queries, const float* turned, int64_t count, int64_t head_dim,
                 float* const* scores) {
   constexpr int V = SCORE_VECTORS;
-  for (int64_t j = 0; j < count; j += 16 * V) {
-    f32x16 found[Q][V];
+  for (int64_t j = 0; j < count; j += LANES * V) {
+    f32xN found[Q][V];
     score_keys<Q, V>(queries, turned + j, head_dim, found);
     for (int q = 0; q < Q; q++) {
-      if (j + 16 * V <= count) {
-        for (int v = 0; v < V; v++) store(scores[q] + j + 16 * v, found[q][v]);
+      if (j + LANES * V <= count) {
+        for (int v = 0; v < V; v++) store_lanes(scores[q] + j + LANES * v, found[q][v]);
       } else {
         std::memcpy(scores[q] + j, found[q], (count - j) * sizeof(float));
       }
@@ -177,32 +181,33 @@ void score_tile(const float* const* queries, const float* turned, int64_t count,
 
 // --------------------------------------------------------------------------------- sums of values
 
-// Adds weights * values over `count` adjacent values, for Q queries and 16 * C channels of each.
+// Adds weights * values over `count` adjacent values, for Q queries and C vectors of channels of
+// each.
 template <int Q, int C>
 inline __attribute__((always_inline)) void add_channels(const float* const* weights, Rows values,
                                                         int64_t count, float* const* out,
                                                         int64_t channel) {
-  f32x16 acc[Q][C];
+  f32xN acc[Q][C];
 #pragma GCC unroll 6
   for (int q = 0; q < Q; q++)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) acc[q][c] = load(out[q] + channel + 16 * c);
+    for (int c = 0; c < C; c++) acc[q][c] = load_lanes(out[q] + channel + LANES * c);
   const float* value = values.data + channel;
   for (int64_t j = 0; j < count; j++, value += values.stride) {
-    f32x16 part[C];
+    f32xN part[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) part[c] = in_register(load(value + 16 * c));
+    for (int c = 0; c < C; c++) part[c] = pinned(load_lanes(value + LANES * c));
 #pragma GCC unroll 6
     for (int q = 0; q < Q; q++) {
-      f32x16 weight = in_register(broadcast(weights[q][j]));
+      f32xN weight = pinned(broadcast_lanes(weights[q][j]));
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) acc[q][c] = multiply_add(weight, part[c], acc[q][c]);
+      for (int c = 0; c < C; c++) acc[q][c] = multiply_add_lanes(weight, part[c], acc[q][c]);
     }
   }
 #pragma GCC unroll 6
   for (int q = 0; q < Q; q++)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) store(out[q] + channel + 16 * c, acc[q][c]);
+    for (int c = 0; c < C; c++) store_lanes(out[q] + channel + LANES * c, acc[q][c]);
 }
 
 // The same for `width` channels, a multiple of 16.
@@ -210,9 +215,9 @@ template <int Q>
 void add_values(const float* const* weights, Rows values, int64_t count, int64_t width,
                 float* const* out) {
   int64_t i = 0;
-  for (; i + 16 * REGISTER_CHANNELS <= width; i += 16 * REGISTER_CHANNELS)
-    add_channels<Q, REGISTER_CHANNELS>(weights, values, count, out, i);
-  for (; i < width; i += 16) add_channels<Q, 1>(weights, values, count, out, i);
+  for (; i + LANES * VALUE_VECTORS <= width; i += LANES * VALUE_VECTORS)
+    add_channels<Q, VALUE_VECTORS>(weights, values, count, out, i);
+  for (; i < width; i += LANES) add_channels<Q, 1>(weights, values, count, out, i);
 }
 
 }  // namespace

@@ -116,7 +116,8 @@ struct RowBlock {
         const f32x16 table = multiply_add(
             f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, scale, minimum);
         const __m512i bytes = _mm512_cvtepu8_epi32((__m128i)load_16_bytes(q));
-        const __m512i index = j / 2 ? _mm512_srli_epi32(bytes, 4) : bytes;  // its lowest four bits
+        const __m512i index =
+            j / 2 ? (__m512i)((u32x16)bytes >> 4) : bytes;  // its lowest four bits
         return (f32x16)_mm512_permutexvar_ps(index, (__m512)table);
 #else
         return multiply_add(nibbles(q, j / 2), scale, minimum);
@@ -125,7 +126,8 @@ struct RowBlock {
       case Q5_K: {
         const int sub = p / 2 + j / 2;
         const u8x16 v = load_16_bytes(b + 48 + 8 * p + 16 * (j % 2));
-        const u8x16 high = load_16_bytes(b + 16 + 16 * (j % 2)), bit = u8x16{} + uint8_t(1 << sub);
+        const uint8_t bit_of_sub = 1 << sub;
+        const u8x16 high = load_16_bytes(b + 16 + 16 * (j % 2)), bit = u8x16{} + bit_of_sub;
         const u8x16 sixteen = (u8x16)((high & bit) != 0) & 16;
         const f32x16 q = from_u8((j / 2 ? v >> 4 : v & 15) | sixteen);
         return multiply_add(q, broadcast(scales[sub]), broadcast(scales[8 + sub]));
@@ -142,14 +144,15 @@ struct RowBlock {
             (__m512)f32x16{-32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16};
         const __m512i low_bytes = _mm512_cvtepu8_epi32((__m128i)v);
         const __m512i high_bytes = _mm512_cvtepu8_epi32((__m128i)high);
-        const __m512i index = quarter > 1 ? _mm512_srli_epi32(low_bytes, 4) : low_bytes;
-        const f32x16 q =
-            (f32x16)_mm512_permutexvar_ps(index, low_part) +
-            (f32x16)_mm512_permutexvar_ps(_mm512_srli_epi32(high_bytes, 2 * quarter), high_part);
+        const __m512i index = quarter > 1 ? (__m512i)((u32x16)low_bytes >> 4) : low_bytes;
+        const f32x16 q = (f32x16)_mm512_permutexvar_ps(index, low_part) +
+                         (f32x16)_mm512_permutexvar_ps(
+                             (__m512i)((u32x16)high_bytes >> (2 * quarter)), high_part);
         return q * scales[p + j];
 #else
         const u8x16 bits =
-            (quarter < 2 ? high << (4 - 2 * quarter) : high >> (2 * quarter - 4)) & 48;
+            (quarter < 2 ? high << uint8_t(4 - 2 * quarter) : high >> uint8_t(2 * quarter - 4)) &
+            48;
         return (from_u8((quarter > 1 ? v >> 4 : v & 15) | bits) - 32.0f) * scales[p + j];
 #endif
       }

@@ -272,31 +272,66 @@ constexpr int64_t ROWS_AT_ONCE = 48;
 // Floats of rows that are widened for many tokens: they stay in the second-level cache, too.
 constexpr int64_t WIDENED_FLOATS = 96 * 1024;
 
-// Widens rows [begin, end) and returns them as weights of their own.
+// Writes row n as float32: [in_features].
 template <int64_t KIND>
-Weights widened(const Weights& w, int64_t begin, int64_t end, std::vector<float>& floats) {
+void float_row(const Weights& w, int64_t n, float* out) {
   using Block = RowBlock<KIND>;
   constexpr BlockSize size = block_size(KIND);
-  const int64_t in = w.in_features;
-  floats.resize((end - begin) * in + 16);
-  for (int64_t n = begin; n < end; n++) {
-    const uint8_t* row = static_cast<const uint8_t*>(w.data) + n * row_bytes(w);
-    float* out = floats.data() + (n - begin) * in;
-    for (int64_t k = 0; k < in;
-         k += Block::WEIGHTS, row += Block::WEIGHTS / size.weights * size.bytes) {
-      if (size.weights == 1 && in - k < Block::WEIGHTS) {
+  const uint8_t* row = static_cast<const uint8_t*>(w.data) + n * row_bytes(w);
+  if constexpr (KIND == F32) {
+    std::memcpy(out, row, row_bytes(w));
+  } else {
+    for (int64_t k = 0; k < w.in_features; k += Block::WEIGHTS) {
+      if (size.weights == 1 && w.in_features - k < Block::WEIGHTS) {
         uint8_t padded[256] = {};
-        std::memcpy(padded, row, (in - k) * 2);
+        std::memcpy(padded, row, (w.in_features - k) * 2);
         const f32x16 last = RowBlock<KIND>(padded).weights(0, 0);
-        std::memcpy(out + k, &last, (in - k) * sizeof(float));
-        continue;
+        std::memcpy(out + k, &last, (w.in_features - k) * sizeof(float));
+        return;
       }
       const Block block(row);
       for (int p = 0; p < int(Block::WEIGHTS / 16); p += Block::PIECES)
 #pragma GCC unroll 8
         for (int j = 0; j < Block::PIECES; j++) store(out + k + 16 * (p + j), block.weights(p, j));
+      row += Block::WEIGHTS / size.weights * size.bytes;
     }
   }
+}
+
+typedef void (*FloatRow)(const Weights&, int64_t, float*);
+inline FloatRow float_row_of(int64_t kind) {
+  switch (kind) {
+    case F16:
+      return float_row<F16>;
+    case BF16:
+      return float_row<BF16>;
+    case Q4_0:
+      return float_row<Q4_0>;
+    case Q4_1:
+      return float_row<Q4_1>;
+    case Q5_0:
+      return float_row<Q5_0>;
+    case Q5_1:
+      return float_row<Q5_1>;
+    case Q8_0:
+      return float_row<Q8_0>;
+    case Q4_K:
+      return float_row<Q4_K>;
+    case Q5_K:
+      return float_row<Q5_K>;
+    case Q6_K:
+      return float_row<Q6_K>;
+    default:
+      return float_row<F32>;
+  }
+}
+
+// Widens rows [begin, end) and returns them as weights of their own.
+template <int64_t KIND>
+Weights widened(const Weights& w, int64_t begin, int64_t end, std::vector<float>& floats) {
+  floats.resize((end - begin) * w.in_features);
+  for (int64_t n = begin; n < end; n++)
+    float_row<KIND>(w, n, floats.data() + (n - begin) * w.in_features);
   Weights rows = w;
   rows.data = floats.data(), rows.kind = F32, rows.out_features = end - begin;
   if (w.bias) rows.bias = w.bias + begin;

@@ -6,9 +6,9 @@
 // of a token's logits are the same as a root, as a drafted node, and in any batch.
 //
 // Read in this order: abi.h (structs from Python), vectors.h, blocks.h, float_rows.h, dot.h,
-// panels.h, int8_groups.h, linear.h, threads.h, workspace.h, kv_rows.h, attention_products.h,
-// attention.h, layer.h, screening.h, forward.h, tree_builder.h; the functions below are all that
-// Python calls.
+// panels.h, int8_groups.h, linear.h, threads.h, workspace.h, kv_rows.h, lanes.h,
+// attention_products.h, attention.h, layer.h, screening.h, forward.h, tree_builder.h; the functions
+// below are all that Python calls.
 
 #include "tree_builder.h"
 
@@ -58,13 +58,13 @@ void EXPORT(linear)(const Weights* w, const float* x, int64_t num_tokens, float*
 // Bytes of a matrix in panels (panels.h); 0: its kind has none.
 int64_t EXPORT(panels_size)(const Weights* w) {
   if (w->kind < Q4_0) return 0;
-  return (w->out_features + LANES - 1) / LANES * panel_bytes(w->kind, w->in_features);
+  return (w->out_features + PANEL_ROWS - 1) / PANEL_ROWS * panel_bytes(w->kind, w->in_features);
 }
 
 // Writes a matrix whose rows are at `data` in panels.
 void EXPORT(make_panels)(const Weights* w, uint8_t* panels, int64_t threads) {
   parallel(threads, [&] {
-    const Range mine = thread_range((w->out_features + LANES - 1) / LANES, 1);
+    const Range mine = thread_range((w->out_features + PANEL_ROWS - 1) / PANEL_ROWS, 1);
     for (int64_t n = mine.begin; n < mine.end; n++)
       make_panel(*w, n, panels + n * panel_bytes(w->kind, w->in_features));
   });

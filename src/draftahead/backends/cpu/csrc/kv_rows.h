@@ -31,6 +31,23 @@ inline uint16_t to_bfloat16(float x) {
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+// Turns the blocks of a key that is stored in int8, and of the queries that read it, by a Hadamard
+// matrix: see `mixed` in kv/formats.py. The products stay what they were.
+inline void mix(const Model& m, float* x) {
+  for (int64_t begin = 0; begin < m.head_dim; begin += KV_BLOCK) {
+    const int64_t rest = m.head_dim - begin, size = rest < KV_BLOCK ? rest : KV_BLOCK;
+    float* block = x + begin;
+    const float factor = 1.0 / std::sqrt(double(size));
+    for (int64_t i = 0; i < size; i++) block[i] *= factor;
+    for (int64_t half = 1; half < size; half *= 2)
+      for (int64_t i = 0; i < size; i++)
+        if (!(i & half)) {
+          const float one = block[i], other = block[i + half];
+          block[i] = one + other, block[i + half] = one - other;
+        }
+  }
+}
+
 // One block of an int8 row: numbers in [-127, 127], and their scale. The scale is NaN if a number
 // is not finite, and 0 if all are too small for one.
 inline float quantize_block(const float* x, int64_t count, int8_t* numbers) {
@@ -73,27 +90,28 @@ inline bool is_storable(const Model& m, float x) {
   return (to_bfloat16(x) & 0x7f80) != 0x7f80;  // the largest float32 numbers round to infinity
 }
 
-inline f32x16 widen_bfloat16(const char* p) {
+// Sixteen numbers of a row, from bfloat16, or from int8 times their scale.
+inline void widen_bfloat16(const char* from, float* to) {
 #if defined(__AVX512F__)
-  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return (f32x16)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  _mm512_storeu_ps(to, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)));
 #else
-  u16x16 half;
-  std::memcpy(&half, p, sizeof half);
-  const u32x16 bits = __builtin_convertvector(half, u32x16) << 16;
-  f32x16 wide;
-  std::memcpy(&wide, &bits, sizeof wide);
-  return wide;
+  for (int i = 0; i < 16; i++) {
+    uint16_t half;
+    std::memcpy(&half, from + 2 * i, sizeof half);
+    const uint32_t bits = uint32_t(half) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
 #endif
 }
 
-inline f32x16 widen_int8(const char* p) {
+inline void widen_int8(const char* from, float scale, float* to) {
 #if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m512 numbers = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  _mm512_storeu_ps(to, _mm512_mul_ps(numbers, _mm512_set1_ps(scale)));
 #else
-  return __builtin_convertvector(
-      __builtin_convertvector(*reinterpret_cast<const i8x16_unaligned*>(p), i32x16), f32x16);
+  for (int i = 0; i < 16; i++) to[i] = float(static_cast<signed char>(from[i])) * scale;
 #endif
 }
 
@@ -142,13 +160,13 @@ inline Rows widened(const Model& m, const char* rows, int64_t count, int64_t beg
   for (int64_t j = 0; j < count; j++, rows += size) {
     float* to = buffer + j * width - begin;
     if (m.kv_format == KV_BFLOAT16) {
-      for (int64_t i = begin; i < end; i += 16) store(to + i, widen_bfloat16(rows + 2 * i));
+      for (int64_t i = begin; i < end; i += 16) widen_bfloat16(rows + 2 * i, to + i);
     } else {
       const char* numbers = rows + kv_blocks(d) * sizeof(float);
       for (int64_t i = begin; i < end; i += 16) {
         float scale;
         std::memcpy(&scale, rows + i / KV_BLOCK * sizeof(float), sizeof scale);
-        store(to + i, widen_int8(numbers + i) * scale);
+        widen_int8(numbers + i, scale, to + i);
       }
     }
   }

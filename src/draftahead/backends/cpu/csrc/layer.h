@@ -55,10 +55,12 @@ void rotate_and_store(const Model& m, const DecoderLayer& layer, const ForwardAr
       float* q = b.q + (t * m.num_heads + head) * d;
       if (layer.q_norm) rms_norm(q, layer.q_norm, m.norm_eps, d, q);
       rotate(q, cos, sin, d);
+      if (m.kv_format == KV_INT8) mix(m, q);
     } else {
       float* k = b.k + (t * m.num_kv_heads + kv_head) * d;
       if (layer.k_norm) rms_norm(k, layer.k_norm, m.norm_eps, d, k);
       rotate(k, cos, sin, d);
+      if (m.kv_format == KV_INT8) mix(m, k);
       store_kv(m, layer, f, t, kv_head, k, b.v + (t * m.num_kv_heads + kv_head) * d);
     }
   }

@@ -44,7 +44,7 @@ inline void encode_token(const Weights& w, const float* x, uint8_t* integers) {
 
 // Outputs that a thread takes at least: each thread's part begins at a multiple of it.
 inline int64_t output_unit(const Weights& w) {
-  return w.kind == INT8 ? PANEL : has_panels(w) ? LANES : 24;
+  return w.kind == INT8 ? PANEL : has_panels(w) ? PANEL_ROWS : 24;
 }
 
 // Outputs [begin, end) of a linear layer; begin is a multiple of output_unit.

@@ -22,8 +22,8 @@
 
 namespace {
 
-constexpr int64_t UNIT = 32;   // inputs that share a scale
-constexpr int64_t LANES = 16;  // outputs of a panel
+constexpr int64_t UNIT = 32;        // inputs that share a scale
+constexpr int64_t PANEL_ROWS = 16;  // outputs of a panel
 
 // ----------------------------------------------------------------------------------------- inputs
 
@@ -169,6 +169,14 @@ constexpr int offset_bits(int64_t kind) {
   }
 }
 
+// The same for sums of a kind with a minimum, of inputs of 24 bits. Its integers are not negative,
+// so what they add up to is mostly taken back by the minimum, and rounding both would cost two
+// bits. Integers about zero are added up exactly, and the minimum becomes what is left of it.
+constexpr int center_bits(int64_t kind, int limbs) {
+  if (!has_minimum(kind) || limbs == 1) return offset_bits(kind);
+  return kind == Q5_1 || kind == Q5_K ? 4 : 3;
+}
+
 // The integers of a unit as bytes: integers[g], lane by lane, the inputs 4 g to 4 g + 3.
 template <int64_t KIND>
 inline __attribute__((always_inline)) void unit_integers(const uint8_t* data, u8x64* integers) {
@@ -251,7 +259,10 @@ template <int64_t KIND, int LIMBS, int T>
 inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const UnitScales& scales,
                                                     const Unit<LIMBS>* units, int64_t stride,
                                                     f32x16* sums) {
-  constexpr int HALVES = has_halves(KIND) ? 2 : 1;
+  constexpr int HALVES = has_halves(KIND) ? 2 : 1, center = center_bits(KIND, LIMBS);
+  f32x16 minimum = scales.negative_minimum;
+  if (has_minimum(KIND) && center)
+    minimum = multiply_add(scales.scale[0], broadcast(float(1 << center)), minimum);
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++) {
     const Unit<LIMBS>& unit = units[t * stride];
@@ -261,8 +272,7 @@ inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const
 #pragma GCC unroll 3
       for (int l = 0; l < LIMBS; l++) {
         limbs[l] = i32x16{};
-        if (offset_bits(KIND))
-          limbs[l] = broadcast(unit.negative_sums[HALVES == 2 ? half : 2][l]) << offset_bits(KIND);
+        if (center) limbs[l] = broadcast(unit.negative_sums[HALVES == 2 ? half : 2][l]) << center;
 #pragma GCC unroll 8
         for (int g = half * 4; g < (half + 1) * 8 / HALVES; g++)
           limbs[l] = dot4<offset_bits(KIND) == 7>(limbs[l], integers[g], unit.x[l] + 4 * g);
@@ -270,8 +280,7 @@ inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const
       sums[t] =
           multiply_add(combined<LIMBS>(limbs), scales.scale[half] * broadcast(unit.scale), sums[t]);
     }
-    if (has_minimum(KIND))
-      sums[t] = multiply_add(scales.negative_minimum, broadcast(unit.sum), sums[t]);
+    if (has_minimum(KIND)) sums[t] = multiply_add(minimum, broadcast(unit.sum), sums[t]);
   }
 }
 
@@ -321,25 +330,24 @@ constexpr int64_t max_panel_tokens(int limbs) {
 template <int LIMBS>
 using PanelBlock = void (*)(const uint8_t*, int64_t, const Unit<LIMBS>*, int64_t, f32x16*);
 
-// By the number of tokens; for the first ones of more than max_panel_tokens.
+// Tokens of the next pass, of those that are left. There is no code for every number: each takes a
+// second to compile for all kinds, and a panel that was just read is in the cache.
+constexpr int64_t pass_tokens(int64_t left, int64_t most) {
+  return left >= most ? most : left < 4 ? left : 4;
+}
+
 template <int64_t KIND, int LIMBS>
 PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
   constexpr int most = max_panel_tokens(LIMBS);
-  switch (num_tokens < most ? num_tokens : most) {
+  switch (num_tokens) {
     case 1:
       return panel_block<KIND, LIMBS, 1>;
     case 2:
       return panel_block<KIND, LIMBS, 2>;
     case 3:
-      return panel_block < KIND, LIMBS, most < 3 ? 1 : 3 > ;
+      return panel_block<KIND, LIMBS, (most < 3 ? 1 : 3)>;
     case 4:
-      return panel_block < KIND, LIMBS, most < 4 ? 1 : 4 > ;
-    case 5:
-      return panel_block < KIND, LIMBS, most < 5 ? 1 : 5 > ;
-    case 6:
-      return panel_block < KIND, LIMBS, most < 6 ? 1 : 6 > ;
-    case 7:
-      return panel_block < KIND, LIMBS, most < 7 ? 1 : 7 > ;
+      return panel_block<KIND, LIMBS, (most < 4 ? 1 : 4)>;
     default:
       return panel_block<KIND, LIMBS, most>;
   }
@@ -348,7 +356,7 @@ PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
 // Writes 16 outputs, from n on, of some tokens.
 inline void write_panel(const Weights& w, const f32x16* sums, int64_t num_tokens, float* y,
                         int64_t stride, int64_t n, Output output) {
-  const int64_t count = w.out_features - n < LANES ? w.out_features - n : LANES;
+  const int64_t count = w.out_features - n < PANEL_ROWS ? w.out_features - n : PANEL_ROWS;
   const f32x16 bias = w.bias ? load_partial(w.bias + n, count) : f32x16{};
   for (int64_t t = 0; t < num_tokens; t++) {
     float* out = y + t * stride + n;
@@ -365,25 +373,27 @@ constexpr int64_t SHARING_TOKENS = 64;
 // Longer parts fall out of it; shorter ones load and store sums more often.
 constexpr int64_t PART_UNITS = 24;
 
-// Outputs [begin, end) of tokens whose units lie token by token; begin is a multiple of LANES.
+// Outputs [begin, end) of tokens whose units lie token by token; begin is a multiple of PANEL_ROWS.
 template <int64_t KIND, int LIMBS>
 void panel_outputs(const Weights& w, const void* inputs, int64_t num_tokens, float* y,
                    int64_t stride, int64_t begin, int64_t end, Output output) {
   constexpr int64_t most = max_panel_tokens(LIMBS);
   constexpr PanelKind kind = panel_kind(KIND);
   const int64_t num_units = w.in_features / UNIT, size = panel_bytes(KIND, w.in_features);
-  const int64_t part = num_tokens > most ? PART_UNITS : num_units;
+  const int64_t part = num_tokens > pass_tokens(num_tokens, most) ? PART_UNITS : num_units;
   for (int64_t first = 0; first < num_tokens; first += SHARING_TOKENS) {
     const Unit<LIMBS>* units = static_cast<const Unit<LIMBS>*>(inputs) + first * num_units;
     const int64_t count = num_tokens - first < SHARING_TOKENS ? num_tokens - first : SHARING_TOKENS;
-    for (int64_t n = begin; n < end; n += LANES) {
-      const uint8_t* panel = static_cast<const uint8_t*>(w.panels) + n / LANES * size;
+    for (int64_t n = begin; n < end; n += PANEL_ROWS) {
+      const uint8_t* panel = static_cast<const uint8_t*>(w.panels) + n / PANEL_ROWS * size;
       f32x16 sums[SHARING_TOKENS];
       for (int64_t t = 0; t < count; t++) sums[t] = f32x16{};
       for (int64_t u = 0; u < num_units; u += part, panel += part / kind.units * kind.group_bytes())
-        for (int64_t t = 0; t < count; t += most)
-          panel_block_of<KIND, LIMBS>(count - t)(panel, num_units - u < part ? num_units - u : part,
-                                                 units + t * num_units + u, num_units, sums + t);
+        for (int64_t t = 0, pass; t < count; t += pass) {
+          pass = pass_tokens(count - t, most);
+          panel_block_of<KIND, LIMBS>(pass)(panel, num_units - u < part ? num_units - u : part,
+                                            units + t * num_units + u, num_units, sums + t);
+        }
       write_panel(w, sums, count, y + first * stride, stride, n, output);
     }
   }
@@ -456,7 +466,7 @@ inline void pack_unit(int64_t kind, const uint8_t* q, int64_t stride, uint8_t* t
   auto put = [&](int64_t at, int row, uint32_t bytes) {
     std::memcpy(to + at + 4 * row, &bytes, 4);
   };
-  for (int row = 0; row < LANES; row++) {
+  for (int row = 0; row < PANEL_ROWS; row++) {
     if (kind == Q8_0) {
       for (int g = 0; g < 8; g++) put(64 * g, row, four(row, g));
       continue;
@@ -482,13 +492,14 @@ void make_panel(const Weights& w, int64_t number, uint8_t* panel) {
   const PanelKind kind = panel_kind(w.kind);
   const BlockSize block = block_size(w.kind);
   const int64_t units = w.in_features / UNIT, per_block = block.weights / UNIT;
-  const uint8_t* rows = static_cast<const uint8_t*>(w.data) + number * LANES * row_bytes(w);
-  uint8_t integers[LANES][256] = {};
+  const uint8_t* rows = static_cast<const uint8_t*>(w.data) + number * PANEL_ROWS * row_bytes(w);
+  uint8_t integers[PANEL_ROWS][256] = {};
   for (int64_t u = 0; u < units; u += per_block) {
     uint8_t* group = panel + u / kind.units * kind.group_bytes();
     const int64_t first = u % kind.units;                 // of the block's units in the group
     if (!first) std::memset(group, 0, kind.scale_bytes);  // outputs that are not there have scale 0
-    for (int64_t lane = 0; lane < LANES && number * LANES + lane < w.out_features; lane++) {
+    for (int64_t lane = 0; lane < PANEL_ROWS && number * PANEL_ROWS + lane < w.out_features;
+         lane++) {
       const uint8_t* b = rows + lane * row_bytes(w) + u / per_block * block.bytes;
       block_integers(w.kind, b, integers[lane]);
       pack_scales(w.kind, b, lane, first, group);

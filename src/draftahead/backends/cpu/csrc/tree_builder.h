@@ -50,7 +50,8 @@ struct Tree {
 void project_input(const Model& m, const TreeArgs& args, int64_t token, const float* hidden,
                    float* first_input, float* residual) {
   const int64_t size = m.hidden_size;
-  rms_norm(args.embeddings + token * size, args.embed_norm, m.norm_eps, size, first_input);
+  float_row_of(args.embeddings.kind)(args.embeddings, token, first_input);
+  rms_norm(first_input, args.embed_norm, m.norm_eps, size, first_input);
   rms_norm(hidden, args.hidden_norm, m.norm_eps, size, first_input + size);
   std::copy_n(args.norm_before_residual ? first_input + size : hidden, size, residual);
 }
@@ -301,7 +302,7 @@ const char* invalid(const Model& m, const TreeArgs& args) {
     return "its hidden states lie outside of an entry";
   if (!all_in(in.num_inputs, num_sequences, 1, in.max_inputs + 1))
     return "its inputs lie outside of the tensor that holds them";
-  if (!all_in(in.tokens, num_sequences * in.max_inputs, 0, args.num_embeddings))
+  if (!all_in(in.tokens, num_sequences * in.max_inputs, 0, args.embeddings.out_features))
     return "its tokens lie outside of the embeddings";
   for (int64_t s = 0; s < num_sequences; s++) {
     const int64_t root = args.root_entries[s], first = root - in.num_inputs[s] + 1;

@@ -19,7 +19,6 @@ typedef float f32x16_unaligned __attribute__((vector_size(64), aligned(4), may_a
 typedef float f32x8 __attribute__((vector_size(32)));
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef int8_t i8x16_unaligned __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
@@ -161,7 +160,6 @@ inline __attribute__((always_inline)) f32x16 from_f16(const uint8_t* p) {
 }
 
 inline __attribute__((always_inline)) f32x16 from_bf16(const uint8_t* p) {
-  typedef uint32_t u32x16 __attribute__((vector_size(64)));
   const auto bits = *reinterpret_cast<const u16x16_unaligned*>(p);
   return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
 }
@@ -299,21 +297,22 @@ inline float max_lane(f32x16 v) {
 
 // exp(x) = 2^n * p(r) with a relative error of about 1e-7, for x clamped to [-87, 88]: beyond 88,
 // 2^n would overflow into the sign bit. NaN stays NaN.
-inline f32x16 fast_exp(f32x16 x) {
-  x = x < -87.0f ? broadcast(-87.0f) : x;
-  x = x > 88.0f ? broadcast(88.0f) : x;
-  f32x16 n = x * 1.44269504f + ROUND_TO_INTEGER;
+template <class Vector>
+inline __attribute__((always_inline)) Vector fast_exp(Vector x) {
+  x = x < -87.0f ? Vector{} - 87.0f : x;
+  x = x > 88.0f ? Vector{} + 88.0f : x;
+  Vector n = x * 1.44269504f + ROUND_TO_INTEGER;
   n -= ROUND_TO_INTEGER;
-  f32x16 r = x - n * 0.693145752f - n * 1.42860677e-6f;
-  f32x16 p = broadcast(1.9875691500e-4f);
+  Vector r = x - n * 0.693145752f - n * 1.42860677e-6f;
+  Vector p = Vector{} + 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  i32x16 bits = (__builtin_convertvector(n, i32x16) + 127) << 23;
-  f32x16 scale;
+  auto bits = (__builtin_convertvector(n, decltype(n < n)) + 127) << 23;
+  Vector scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return p * scale;
 }
