@@ -44,7 +44,7 @@ def mixed(keys: Tensor) -> Tensor:
     """Keys whose blocks are turned by a Hadamard matrix, which turns them back too. A channel of
     large numbers is then spread over its block, and takes no precision from the others; products
     with queries that are turned too stay what they were."""
-    blocks = list(keys.split(KV_BLOCK, -1))
+    blocks = list(torch.split(keys, KV_BLOCK, -1))
     for index, block in enumerate(blocks):
         size = block.shape[-1]
         if size & (size - 1):  # no power of two: such a matrix does not exist
