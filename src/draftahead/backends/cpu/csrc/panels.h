@@ -169,14 +169,6 @@ constexpr int offset_bits(int64_t kind) {
   }
 }
 
-// The same for sums of a kind with a minimum, of inputs of 24 bits. Its integers are not negative,
-// so what they add up to is mostly taken back by the minimum, and rounding both would cost two
-// bits. Integers about zero are added up exactly, and the minimum becomes what is left of it.
-constexpr int center_bits(int64_t kind, int limbs) {
-  if (!has_minimum(kind) || limbs == 1) return offset_bits(kind);
-  return kind == Q5_1 || kind == Q5_K ? 4 : 3;
-}
-
 // The integers of a unit as bytes: integers[g], lane by lane, the inputs 4 g to 4 g + 3.
 template <int64_t KIND>
 inline __attribute__((always_inline)) void unit_integers(const uint8_t* data, u8x64* integers) {
@@ -259,10 +251,7 @@ template <int64_t KIND, int LIMBS, int T>
 inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const UnitScales& scales,
                                                     const Unit<LIMBS>* units, int64_t stride,
                                                     f32x16* sums) {
-  constexpr int HALVES = has_halves(KIND) ? 2 : 1, center = center_bits(KIND, LIMBS);
-  f32x16 minimum = scales.negative_minimum;
-  if (has_minimum(KIND) && center)
-    minimum = multiply_add(scales.scale[0], broadcast(float(1 << center)), minimum);
+  constexpr int HALVES = has_halves(KIND) ? 2 : 1, offset = offset_bits(KIND);
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++) {
     const Unit<LIMBS>& unit = units[t * stride];
@@ -272,15 +261,16 @@ inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const
 #pragma GCC unroll 3
       for (int l = 0; l < LIMBS; l++) {
         limbs[l] = i32x16{};
-        if (center) limbs[l] = broadcast(unit.negative_sums[HALVES == 2 ? half : 2][l]) << center;
+        if (offset) limbs[l] = broadcast(unit.negative_sums[HALVES == 2 ? half : 2][l]) << offset;
 #pragma GCC unroll 8
         for (int g = half * 4; g < (half + 1) * 8 / HALVES; g++)
-          limbs[l] = dot4<offset_bits(KIND) == 7>(limbs[l], integers[g], unit.x[l] + 4 * g);
+          limbs[l] = dot4<offset == 7>(limbs[l], integers[g], unit.x[l] + 4 * g);
       }
       sums[t] =
           multiply_add(combined<LIMBS>(limbs), scales.scale[half] * broadcast(unit.scale), sums[t]);
     }
-    if (has_minimum(KIND)) sums[t] = multiply_add(minimum, broadcast(unit.sum), sums[t]);
+    if (has_minimum(KIND))
+      sums[t] = multiply_add(scales.negative_minimum, broadcast(unit.sum), sums[t]);
   }
 }
 
