@@ -61,20 +61,18 @@ inline void unit_scale(float largest, float* scale, float* inverse) {
   std::memcpy(inverse, &inverse_bits, sizeof bits);
 }
 
-// Sums of each half of 32 bytes.
-inline __attribute__((always_inline)) void half_sums(const int8_t* x, int32_t* sums) {
+// The sum of 16 bytes that were stored together: as many are loaded, which does not wait for
+// memory.
+inline __attribute__((always_inline)) int32_t sum_of_bytes(const int8_t* x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  const __m256i ones = _mm256_set1_epi8(1);
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-  __m256i v = _mm256_dpbusd_epi32(_mm256_setzero_si256(), ones, bytes);
-  v = _mm256_add_epi32(v, _mm256_shuffle_epi32(v, 0x4e));
-  v = _mm256_add_epi32(v, _mm256_shuffle_epi32(v, 0xb1));
-  sums[0] = _mm256_extract_epi32(v, 0), sums[1] = _mm256_extract_epi32(v, 4);
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  __m128i v = _mm_dpbusd_epi32(_mm_setzero_si128(), _mm_set1_epi8(1), bytes);
+  v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32(v, 0xb1)));
 #else
-  for (int half = 0; half < 2; half++) {
-    sums[half] = 0;
-    for (int i = 0; i < 16; i++) sums[half] += x[16 * half + i];
-  }
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += x[i];
+  return sum;
 #endif
 }
 
@@ -94,8 +92,7 @@ inline void quantize_unit(const float* x, float scale, float inverse, Unit<LIMBS
   }
   int32_t total = 0;
   for (int l = 0; l < LIMBS; l++) {
-    int32_t sums[2];
-    half_sums(unit.x[l], sums);
+    const int32_t sums[2] = {sum_of_bytes(unit.x[l]), sum_of_bytes(unit.x[l] + 16)};
     unit.negative_sums[0][l] = -sums[0], unit.negative_sums[1][l] = -sums[1];
     unit.negative_sums[2][l] = -sums[0] - sums[1];
     total = 256 * total + sums[0] + sums[1];
@@ -268,7 +265,7 @@ constexpr int64_t AHEAD = 8192;
 
 inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* p, int64_t bytes) {
 #pragma GCC unroll 16
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + AHEAD + i, 0, 0);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + AHEAD + i);
 }
 
 template <int LIMBS>
@@ -325,18 +322,25 @@ inline __attribute__((always_inline)) void add_group(const uint8_t* group, const
     const i32x16 scale[2] = {
         HALVES == 2 ? integers_of_s8(scales + 32 * i) : integers_of_u8(scales + 32 * i),
         HALVES == 2 ? integers_of_s8(scales + 32 * i + 16) : i32x16{}};
+    const int8_t* x[T];
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
-      const int8_t* x = units[t * stride + i].x[0];
-      asm("" : "+r"(x));  // else a register for each 4 g, most of which are in memory
+      x[t] = units[t * stride + i].x[0];
+      asm("" : "+r"(x[t]));  // else a register for each 4 g, most of which are in memory
+    }
 #pragma GCC unroll 2
-      for (int half = 0; half < HALVES; half++) {
-        i32x16 total = {};
+    for (int half = 0; half < HALVES; half++) {
+      i32x16 products[T];
 #pragma GCC unroll 8
-        for (int g = half * 4; g < (half + 1) * 8 / HALVES; g++)
-          total = dot4<false>(total, integers[g], x + 4 * g);
-        totals[t] += total * scale[half];
-      }
+      for (int t = 0; t < T; t++) products[t] = i32x16{};
+      // All tokens in turn: a sum waits for its last product.
+#pragma GCC unroll 8
+      for (int g = half * 4; g < (half + 1) * 8 / HALVES; g++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++)
+          products[t] = dot4<false>(products[t], integers[g], x[t] + 4 * g);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) totals[t] += products[t] * scale[half];
     }
   }
   // What the inputs' sums are multiplied with, in pairs: the minima of two units, or the scales of
@@ -433,13 +437,16 @@ PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
 // Writes 16 outputs, from n on, of some tokens.
 inline void write_panel(const Weights& w, const f32x16* sums, int64_t num_tokens, float* y,
                         int64_t stride, int64_t n, Output output) {
-  const int64_t count = w.out_features - n < PANEL_ROWS ? w.out_features - n : PANEL_ROWS;
-  const f32x16 bias = w.bias ? load_partial(w.bias + n, count) : f32x16{};
+  const int64_t count = w.out_features - n;
+  const bool whole = count >= PANEL_ROWS;
+  f32x16 bias = {};
+  if (w.bias) bias = whole ? load(w.bias + n) : load_partial(w.bias + n, count);
   for (int64_t t = 0; t < num_tokens; t++) {
     float* out = y + t * stride + n;
     f32x16 value = sums[t] + bias;
-    if (output == Output::ADD) value += load_partial(out, count);
-    std::memcpy(out, &value, count * sizeof(float));
+    if (output == Output::ADD) value += whole ? load(out) : load_partial(out, count);
+    if (whole) store(out, value);
+    else std::memcpy(out, &value, count * sizeof(float));
   }
 }
 
