@@ -34,6 +34,7 @@ FORMAT = 1
 # Tokenizers in the cache, about 5 MB each. More spare the second after many models in turn.
 MAX_KEPT = 32
 VOCABULARY, SETTINGS = "tokenizer.json", "settings.json"
+THREAD = "draftahead tokenizer"  # which writes one
 MAKING = "making-"  # prefix of folders that are being written
 # What differs between a tokenizer that was made and the same one read back.
 NOT_COMPARED = ("_tokenizer", "init_kwargs")
@@ -156,7 +157,7 @@ def _keep(folder: Path, path: Path, tokenizer: Any) -> None:
     except TypeError as problem:
         log.info("the tokenizer of %s is not kept: %s", path.name, problem)
     else:
-        threading.Thread(target=run, name="draftahead tokenizer").start()
+        threading.Thread(target=run, name=THREAD).start()
 
 
 def _digest(*texts: str) -> str:
