@@ -50,10 +50,14 @@ Measured = Callable[[], float]
 def first_byte(command: list[str], cache: Path) -> float:
     """Seconds to the first byte that a command prints."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     start = time.perf_counter()
     with subprocess.Popen(
-        command, bufsize=0, env={**environment, "DRAFTAHEAD_CACHE": str(cache)}, **pipes
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        env={**environment, "DRAFTAHEAD_CACHE": str(cache)},
     ) as process:
         assert process.stdin and process.stdout and process.stderr
         process.stdin.write(f"{MESSAGE}\n".encode())

@@ -13,7 +13,6 @@ import pytest
 import transformers
 
 import tiny_gguf
-from draftahead import LLM
 from draftahead.loader import embedded, gguf_tokenizer, hub
 from draftahead.loader.embedded import ALIASES
 
@@ -98,8 +97,7 @@ def test_that_of_smollm2_too(
 
 def test_a_model_and_a_tokenizer_alone_share_it(model: Path, conversions: list[str]) -> None:
     load(model)
-    llm = LLM(str(model), "none", device="cpu", max_batch=1)
-    assert llm.encode("abc") == [31]
+    assert hub.load(model, device="cpu")[1]("abc").input_ids == [31]
     assert conversions == ["tiny.gguf"]
 
 
