@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -97,7 +98,8 @@ def configurations(args: argparse.Namespace) -> dict[str, Measured]:
     }
     found["draftahead chat, first start"] = partial(first_start, chat, cache / "kernels")
     found["draftahead chat, later start"] = partial(first_byte, chat, cache)
-    engines = parse_against(args.against, [NO_MODES], str(args.model), None)
+    modes = [NO_MODES] if args.against else None
+    engines = parse_against(args.against, modes, str(args.model), None)
     for server in configurations_of(engines, str(args.model), torch.device("cpu"), CONTEXT):
         assert isinstance(server, LlamaServer)
         found[server.name] = partial(server_start, server, prompt)
@@ -126,6 +128,8 @@ def main() -> None:
         print(f"{name:45} {statistics.median(values):6.2f} s   ({spread})")
     if args.json is not None:
         report = {**provenance(), "seconds": seconds}
+        # Where files lie is no business of the report's.
+        report["argv"] = [re.sub(r"[^\s=]*/", "", argument) for argument in report["argv"]]
         args.json.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
 
