@@ -112,11 +112,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("options", nargs="*", help="of draftahead chat, behind --")
     parser.add_argument("--against", action="append", default=[])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    given = [*sys.argv[1:], "--"]
+    args = parser.parse_args(given[: given.index("--")])
+    args.options = given[given.index("--") + 1 : -1]
     args.model.read_bytes()  # now it is in the page cache
     measured = configurations(args)
     seconds: dict[str, list[float]] = {name: [] for name in measured}
