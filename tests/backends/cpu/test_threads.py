@@ -156,8 +156,8 @@ def test_the_number_is_restored_when_drafting_is_interrupted(
 def test_the_models_own_forward_takes_all_threads_unless_its_products_are_ours(
     stored: bool, expected: int, tmp_path: Path
 ) -> None:
-    """Torch's threads spin for milliseconds after each operation: ours would wait for them, and a
-    comparison at load took 5 s instead of 0.3 beside one busy process."""
+    """Torch's threads spin for milliseconds after each operation: ours would wait for them.
+    A comparison at load was seen to take 5 s so, beside another process."""
     path = tiny_gguf.write(tmp_path / "m.gguf")
     model, _ = hub.load(path, device="cpu", dtype=None if stored else "float32")
     linears, during = SmallBatchLinears(model), list[int]()
