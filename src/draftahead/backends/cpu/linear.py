@@ -18,7 +18,11 @@ from draftahead.backends.cpu import abi, build
 from draftahead.backends.cpu.abi import CHUNK, PANEL
 from draftahead.backends.cpu.addresses import Addresses
 from draftahead.backends.cpu.panels import panels_of, prepare_panels
-from draftahead.backends.cpu.threads import num_threads
+from draftahead.backends.cpu.threads import (
+    num_threads,
+    torch_all_threads,
+    torch_single_threaded,
+)
 from draftahead.backends.modules import patched_forwards
 from draftahead.backends.own_code import autocast_of, has_own_forward
 from draftahead.core.device import device_of
@@ -282,6 +286,11 @@ class SmallBatchLinears:
             (m, _small_batch_forward(m)) for m in linears if has_kernels
         ]
         self._stored: list[Forward] = [(m, partial(run_linear, m)) for m in stored if has_kernels]
+
+    def torch_threads(self) -> AbstractContextManager[None]:
+        """For the model's own forward: torch takes all threads for its matrix products. Where these
+        are ours, little is left for it, and its threads would spin where ours have to compute."""
+        return torch_single_threaded() if self._stored else torch_all_threads()
 
     def patched(self) -> AbstractContextManager[None]:
         """While entered, the layers run by our kernels, except those that the user has patched."""
