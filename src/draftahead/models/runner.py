@@ -243,7 +243,7 @@ class ModelRunner:
         with (
             self._lock,
             attention.in_configs(self._configs, attention_calls),
-            self._linears.torch_threads(),
+            self._linears.torch_threads(tokens.numel()),
             self._linears.patched(),
             layers.patched() if layers else nullcontext(),
             aux_hidden_states(self.model, aux_layers) as hidden,

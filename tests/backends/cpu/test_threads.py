@@ -152,9 +152,11 @@ def test_the_number_is_restored_when_drafting_is_interrupted(
 
 @needs_kernels
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize(("stored", "expected"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(
+    ("stored", "num_tokens", "expected"), [(True, 64, 1), (True, 65, 2), (False, 64, 2)]
+)
 def test_the_models_own_forward_takes_all_threads_unless_its_products_are_ours(
-    stored: bool, expected: int, tmp_path: Path
+    stored: bool, num_tokens: int, expected: int, tmp_path: Path
 ) -> None:
     """Torch's threads spin for milliseconds after each operation: ours would wait for them.
     A comparison at load was seen to take 5 s so, beside another process."""
@@ -162,9 +164,9 @@ def test_the_models_own_forward_takes_all_threads_unless_its_products_are_ours(
     model, _ = hub.load(path, device="cpu", dtype=None if stored else "float32")
     linears, during = SmallBatchLinears(model), list[int]()
     for _ in range(2):
-        with linears.torch_threads():
+        with linears.torch_threads(num_tokens):
             during.append(torch.get_num_threads())
-        with torch_single_threaded(), linears.torch_threads():
+        with torch_single_threaded(), linears.torch_threads(num_tokens):
             during.append(torch.get_num_threads())
     assert during == [expected] * 4
     assert torch.get_num_threads() == 2

@@ -31,6 +31,9 @@ from draftahead.loader.progress import ProgressCallback
 from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear
 
 # Most weights that share a scale: larger groups are less exact, smaller ones take longer.
+# Tokens of a forward of the model's own up to which torch takes one thread beside our products. Of
+# more, its attention over a prompt would be slow; of fewer, its threads cost more than they bring.
+FEW_TOKENS = 64
 MAX_GROUP = 256
 # Tokens up to which our float32 kernel is faster than torch's matrix product.
 MAX_TOKENS_FLOAT32 = 24
@@ -287,10 +290,12 @@ class SmallBatchLinears:
         ]
         self._stored: list[Forward] = [(m, partial(run_linear, m)) for m in stored if has_kernels]
 
-    def torch_threads(self) -> AbstractContextManager[None]:
+    def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
         """For the model's own forward: torch takes all threads for its matrix products. Where these
-        are ours, little is left for it, and its threads would spin where ours have to compute."""
-        return torch_single_threaded() if self._stored else torch_all_threads()
+        are ours, little is left for it but the attention of a long prompt, and its threads would
+        spin where ours have to compute."""
+        is_left_little = self._stored and num_tokens <= FEW_TOKENS
+        return torch_single_threaded() if is_left_little else torch_all_threads()
 
     def patched(self) -> AbstractContextManager[None]:
         """While entered, the layers run by our kernels, except those that the user has patched."""
