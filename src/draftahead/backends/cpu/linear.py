@@ -31,12 +31,12 @@ from draftahead.loader.progress import ProgressCallback
 from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear
 
 # Most weights that share a scale: larger groups are less exact, smaller ones take longer.
-# Tokens of a forward of the model's own up to which torch takes one thread beside our products. Of
-# more, its attention over a prompt would be slow; of fewer, its threads cost more than they bring.
-FEW_TOKENS = 64
 MAX_GROUP = 256
 # Tokens up to which our float32 kernel is faster than torch's matrix product.
 MAX_TOKENS_FLOAT32 = 24
+# Tokens of a forward of the model's own up to which torch takes one thread beside our products. Of
+# more, its attention over a prompt would be slow; of fewer, its threads cost more than they bring.
+FEW_TOKENS = 64
 
 
 # ------------------------------------------------------------------------------------------ int8
