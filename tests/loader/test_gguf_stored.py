@@ -83,6 +83,7 @@ def test_the_bytes_are_those_of_the_file_and_are_not_copied(tmp_path: Path) -> N
         assert torch.equal(layer.rows, stored) is not is_permuted
         assert sorted(map(bytes, layer.rows.numpy())) == sorted(map(bytes, stored.numpy()))
         assert _is_mapped(layer.rows, path) is not is_permuted
+        assert layer.origin.is_mapped is not is_permuted
 
 
 def _is_mapped(tensor: torch.Tensor, path: Path) -> bool:
@@ -318,7 +319,9 @@ def test_a_model_can_be_saved_and_loaded_again(tmp_path: Path) -> None:
         assert_same_model(model, again)
 
 
-def test_tensors_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None:
+def test_tensors_that_are_missing_or_misshapen_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny_gguf.write(tmp_path / "m.gguf")
     content = path.read_bytes()
     (tmp_path / "x.gguf").write_bytes(
@@ -326,3 +329,13 @@ def test_tensors_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None
     )
     with pytest.raises(DamagedModelError, match=r"missing .*model\.layers\.1\.mlp\.up_proj"):
         hub.load(tmp_path / "x.gguf", device="cpu")
+    own = tiny_gguf.shapes
+
+    def shapes(architecture: str, *, tied: bool) -> dict[str, tuple[int, ...]]:
+        larger = {"blk.1.ffn_up.weight": (tiny_gguf.INNER + 1, tiny_gguf.HIDDEN)}
+        return own(architecture, tied=tied) | larger
+
+    monkeypatch.setattr(tiny_gguf, "shapes", shapes)
+    tiny_gguf.write(tmp_path / "y.gguf")
+    with pytest.raises(DamagedModelError, match=r"model\.layers\.1\.mlp\.up_proj.*513"):
+        hub.load(tmp_path / "y.gguf", device="cpu")

@@ -1,4 +1,4 @@
-"""Models without memory: which layers take stored rows, and what a model keeps when it is filled."""
+"""Models without memory: which layers take stored rows, and what is kept when they are filled."""
 
 from __future__ import annotations
 

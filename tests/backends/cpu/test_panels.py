@@ -14,9 +14,16 @@ import torch
 
 import tiny_gguf
 from draftahead import LLM
-from draftahead.backends.cpu import build, panels
+from draftahead.backends.cpu import build, linear, panels
 from draftahead.errors import ConfigError
-from draftahead.loader.stored import ACTIVATIONS, STORED_KINDS, Origin, StoredLinear, stored_layers
+from draftahead.loader.stored import (
+    ACTIVATIONS,
+    STORED_KINDS,
+    Origin,
+    StoredLinear,
+    dequantize_some,
+    stored_layers,
+)
 from llama_shaped import needs_kernels
 
 pytestmark = needs_kernels
@@ -251,6 +258,13 @@ def test_the_arithmetic_is_that_which_was_asked_for(model: Path) -> None:
     assert 1e-4 < gaps["int8"] < 0.2
 
 
+def test_embeddings_are_read_by_the_kernels(model: Path) -> None:
+    embedding = load(model).model.get_input_embeddings()
+    assert embedding.widen is linear.widen_rows
+    ids = torch.tensor([[3, 39], [0, 3]])
+    assert torch.equal(embedding(ids), embedding.dequantized(ids.flatten()).view(2, 2, -1))
+
+
 def test_without_kernels_torch_computes_in_float32(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +273,7 @@ def test_without_kernels_torch_computes_in_float32(
     llm = load(model)
     layers = [m for m in stored_layers(llm.model) if isinstance(m, StoredLinear)]
     assert {layer.activations for layer in layers} == {"float32"}
+    assert llm.model.get_input_embeddings().widen is dequantize_some
     assert text(llm) == expected
     with pytest.raises(ConfigError, match="needs our CPU kernels, and they are missing"):
         load(model, activations="int24")
