@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -15,7 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor
 import tiny_gguf
 from draftahead import LLM, SamplingParams
 from draftahead.errors import DamagedModelError, ModelMemoryError
-from draftahead.loader import gguf_stored, hub, skeleton
+from draftahead.loader import gguf_config, gguf_stored, hub, skeleton
 from draftahead.loader.gguf_config import GgufConfig
 from draftahead.loader.gguf_header import GgufTensor, read_gguf_header
 from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear, stored_layers
@@ -275,10 +276,13 @@ def test_memory_counts_stored_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         hub.load(path, device="cpu")
 
 
+@pytest.mark.parametrize("large", [gguf_config.LARGE, 100])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_configuration_and_tokenizer_are_those_of_transformers(
-    architecture: str, tmp_path: Path
+    architecture: str, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the vocabulary is too large to be copied."""
+    monkeypatch.setattr(gguf_config, "LARGE", large)
     path = tiny_gguf.write(tmp_path / "m.gguf", architecture=architecture)
     options = {"gguf_file": path.name, "local_files_only": True}
     theirs = transformers.AutoConfig.from_pretrained(tmp_path, **options).to_dict()
@@ -299,15 +303,52 @@ def test_the_vocabulary_is_read_by_transformers_at_most_once(
 ) -> None:
     """Its reader takes seconds for a file of a common size."""
     path = tiny_gguf.write(tmp_path / "m.gguf")
+    monkeypatch.setattr(gguf_config, "LARGE", 100)  # bytes: a vocabulary of 40 tokens is larger
     own, read = gguf.GGUFReader.__init__, []
 
     def note(self: Any, file: Any, *args: Any) -> None:
         read.append(Path(file))
         own(self, file, *args)
+        assert Path(file) == path or "tokenizer.ggml.tokens" not in self.fields
 
     monkeypatch.setattr(gguf.GGUFReader, "__init__", note)
     hub.load(path, device="cpu")
     assert read.count(path) <= 1
+    assert len(read) > read.count(path)
+
+
+def test_architectures_of_transformers_newer_code_are_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_gguf.write(tmp_path / "m.gguf")
+    header, config = read_gguf_header(path), transformers.LlamaConfig()
+    read: list[Path] = []
+    monkeypatch.setattr(gguf_config, "newer", SimpleNamespace(GGUF_CONFIG_ARCHS=["llama"]))
+    monkeypatch.setattr(gguf_config, "_config_of", lambda file: read.append(file) or config)
+    settings = GgufConfig(path, header)
+    assert settings.config is config
+    assert read == [path]
+    model = torch.nn.Module()
+    with pytest.raises(skeleton.NotStorableError, match="converts llama in its own way"):
+        gguf_stored.GgufWeights(path, header, settings, model)
+
+
+@pytest.mark.parametrize("by_top", [True, False])
+def test_names_of_submodules_are_asked_for_where_they_are_needed(
+    by_top: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks for all names again."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.config = None
+    whole, asked = {"a": "0.weight", "b": "0.bias"}, []
+
+    def names(model: Any, processor: Any) -> dict[str, str]:
+        asked.append(list(model.named_children()))
+        return whole if by_top or asked[-1] else {"a": "0.weight"}
+
+    monkeypatch.setattr(gguf_config.legacy, "get_gguf_hf_weights_map", names)
+    assert GgufConfig.names(model, None) == whole
+    assert asked == ([[]] if by_top else [[], [("0", model[0])]])
 
 
 def test_a_model_can_be_saved_and_loaded_again(tmp_path: Path) -> None:
