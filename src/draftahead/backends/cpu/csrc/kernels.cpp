@@ -55,8 +55,8 @@ void EXPORT(linear)(const Weights* w, const float* x, int64_t num_tokens, float*
   linear_all_threads(*w, x, num_tokens, y, threads, integers);
 }
 
-// Writes rows `ids` as float32: [count][in_features]. Returns how many: all of them, or those before
-// the first that is not there.
+// Writes rows `ids` as float32: [count][in_features]. Returns how many: all of them, or those
+// before the first that is not there.
 int64_t EXPORT(float_rows)(const Weights* w, const int64_t* ids, int64_t count, float* out) {
   const FloatRow float_row = float_row_of(w->kind);
   for (int64_t i = 0; i < count; i++) {
