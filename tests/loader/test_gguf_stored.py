@@ -19,6 +19,7 @@ from draftahead.errors import DamagedModelError, ModelMemoryError
 from draftahead.loader import gguf_config, gguf_stored, hub, skeleton
 from draftahead.loader.gguf_config import GgufConfig
 from draftahead.loader.gguf_header import GgufTensor, read_gguf_header
+from draftahead.loader.progress import no_progress
 from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear, stored_layers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -138,6 +139,20 @@ def test_text_is_that_of_the_widened_model_with_each_drafter(drafter: Any, tmp_p
     assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
     seeded = SamplingParams(temperature=1.0, seed=1, max_tokens=8)
     assert stored.generate(PROMPT, seeded)[0].token_ids
+
+
+def test_memory_of_widened_tensors_is_counted(tmp_path: Path) -> None:
+    """Those of a kind without kernels, and those that transformers computes."""
+    kinds = {"blk.0.ffn_up.weight": "TQ2_0", "blk.1.ffn_up.weight": "F32"}
+    path = tiny_gguf.write(tmp_path / "m.gguf", lambda name: kinds.get(name, "Q4_K"))
+    header = read_gguf_header(path)
+    settings = GgufConfig(path, header)
+    model = skeleton.without_memory(settings.config)
+    weights = gguf_stored.GgufWeights(path, header, settings, model)
+    model = weights.load(no_progress)
+    rows = {layer.rows.data_ptr(): layer.rows for layer in stored_layers(model)}
+    tensors = [*rows.values(), *model.parameters()]
+    assert weights.num_bytes == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_second_model_reads_the_same_pages(tmp_path: Path) -> None:
