@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -224,6 +225,24 @@ def test_an_interrupt_leaves_nothing_behind(
             load(model)
     assert files(cache) == []
     assert text(load(model))
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q8_0"), ("Q8_0", "Q6_K")])
+def test_kinds_with_and_without_a_shared_scale_use_the_same_int8_inputs(
+    tmp_path: Path, kinds: tuple[str, str]
+) -> None:
+    """The scales of an input's units are shared if one of its layers needs it, wherever it is."""
+    of_layer = {"ffn_gate": kinds[0], "ffn_up": kinds[1]}
+    path = tiny_gguf.write(
+        tmp_path / "shared.gguf",
+        lambda name: next((kind for part, kind in of_layer.items() if part in name), "Q8_0"),
+    )
+    for tensor in gguf.GGUFReader(path, "r+").tensors:
+        if "ffn_norm" in tensor.name:
+            tensor.data[:32] = 0.01  # a scale of its own would be 100 times smaller
+    llm = load(path, activations="int8")
+    # Checked against the model's own forward, where every layer encodes its inputs by itself.
+    assert llm.engine.verifier.runner.backend_choice.name == "cpu kernels"
 
 
 def test_kinds_can_differ_from_tensor_to_tensor(tmp_path: Path) -> None:

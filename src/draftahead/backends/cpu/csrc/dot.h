@@ -117,4 +117,20 @@ inline __attribute__((always_inline)) i32x16 dot4(i32x16 total, u8x64 weights, c
 
 #endif
 
+// Numbers of 16 bits in pairs, lane by lane.
+inline __attribute__((always_inline)) i32x16 pair_of(i32x16 first, i32x16 second) {
+  return (first & 0xffff) | (second << 16);
+}
+
+// Adds to each lane the products of a pair of weights and a pair of inputs, the same in all lanes.
+inline __attribute__((always_inline)) i32x16 dot2(i32x16 total, i32x16 weights, const int16_t* x) {
+#if defined(__AVX512VNNI__)
+  int32_t two;
+  std::memcpy(&two, x, sizeof two);
+  return (i32x16)_mm512_dpwssd_epi32((__m512i)total, (__m512i)weights, _mm512_set1_epi32(two));
+#else
+  return total + (weights << 16 >> 16) * x[0] + (weights >> 16) * x[1];
+#endif
+}
+
 }  // namespace

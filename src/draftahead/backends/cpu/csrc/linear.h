@@ -34,12 +34,17 @@ inline int64_t max_integer_bytes(int64_t in) {
   return (in / UNIT + 1) * (sizeof(Unit<3>) + 63) / 64 * 64;
 }
 
+// Units of inputs that share a scale.
+inline int64_t sharing_units(const Weights& w) {
+  return w.arithmetic == INT8_INPUTS && is_k_kind(w.kind) ? 8 : 1;
+}
+
 // The inputs of one token.
 inline void encode_token(const Weights& w, const float* x, uint8_t* integers) {
   if (w.kind == INT8) quantize_groups(w, x, integers);
   else if (w.arithmetic == INT8_INPUTS)
-    quantize_units(x, w.in_features, reinterpret_cast<Unit<1>*>(integers));
-  else quantize_units(x, w.in_features, reinterpret_cast<Unit<3>*>(integers));
+    quantize_units(x, w.in_features, sharing_units(w), reinterpret_cast<Unit<1>*>(integers));
+  else quantize_units(x, w.in_features, sharing_units(w), reinterpret_cast<Unit<3>*>(integers));
 }
 
 // Outputs that a thread takes at least: each thread's part begins at a multiple of it.

@@ -7,11 +7,13 @@
 //
 // An input is an integer with a scale per unit: of 8 bits, or of 24 bits as three limbs of 8, each
 // of which is multiplied like an int8 input. 24 bits are as exact as float32, whose sums round more
-// than the integers lose.
+// than the integers lose. For K kinds, whose units have integer scales in groups of 8, int8 inputs
+// share a scale in such a group: its sum is of whole numbers too, and costs less.
 //
 //   quantize_units: inputs of a token -> Unit<LIMBS>
 //   make_panel:     rows as in a GGUF file -> a panel
 //   panel_outputs:  panel_block<KIND, LIMBS, T>, for up to max_panel_tokens at a time
+//                     add_group, of K kinds with int8 inputs | add_unit
 
 #pragma once
 
@@ -33,6 +35,9 @@ struct Unit {
   float scale;
   float sum;                        // of the 32 inputs
   int32_t negative_sums[3][LIMBS];  // minus the sums of x, for weights with an offset: halves, all
+  int16_t half_sums[2];             // of the first limb
+  int16_t
+      pair_sums[2];  // of the first limb, of this unit and the next one, if that shares the scale
   int8_t x[LIMBS][UNIT];
 };
 
@@ -56,31 +61,26 @@ inline void unit_scale(float largest, float* scale, float* inverse) {
   std::memcpy(inverse, &inverse_bits, sizeof bits);
 }
 
-// Sums of each half of 32 bytes.
-inline __attribute__((always_inline)) void half_sums(const int8_t* x, int32_t* sums) {
+// The sum of 16 bytes that were stored together: as many are loaded, which does not wait for
+// memory.
+inline __attribute__((always_inline)) int32_t sum_of_bytes(const int8_t* x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  const __m256i ones = _mm256_set1_epi8(1);
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-  __m256i v = _mm256_dpbusd_epi32(_mm256_setzero_si256(), ones, bytes);
-  v = _mm256_add_epi32(v, _mm256_shuffle_epi32(v, 0x4e));
-  v = _mm256_add_epi32(v, _mm256_shuffle_epi32(v, 0xb1));
-  sums[0] = _mm256_extract_epi32(v, 0), sums[1] = _mm256_extract_epi32(v, 4);
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  __m128i v = _mm_dpbusd_epi32(_mm_setzero_si128(), _mm_set1_epi8(1), bytes);
+  v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(v, _mm_shuffle_epi32(v, 0xb1)));
 #else
-  for (int half = 0; half < 2; half++) {
-    sums[half] = 0;
-    for (int i = 0; i < 16; i++) sums[half] += x[16 * half + i];
-  }
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += x[i];
+  return sum;
 #endif
 }
 
+// The integers of a unit and their sums.
 template <int LIMBS>
-inline void quantize_unit(const float* x, Unit<LIMBS>& unit) {
-  const f32x16 halves[2] = {load(x), load(x + 16)};
-  const f32x16 a = absolute(halves[0]), b = absolute(halves[1]);
-  float inverse;
-  unit_scale<LIMBS>(max_lane(a > b ? a : b), &unit.scale, &inverse);
+inline void quantize_unit(const float* x, float scale, float inverse, Unit<LIMBS>& unit) {
   for (int half = 0; half < 2; half++) {
-    const i32x16 integers = round_to_integers(halves[half] * inverse);
+    const i32x16 integers = round_to_integers(load(x + 16 * half) * inverse);
     if (LIMBS == 1) {
       store_bytes(unit.x[0] + 16 * half, integers);
       continue;
@@ -92,21 +92,37 @@ inline void quantize_unit(const float* x, Unit<LIMBS>& unit) {
   }
   int32_t total = 0;
   for (int l = 0; l < LIMBS; l++) {
-    int32_t sums[2];
-    half_sums(unit.x[l], sums);
+    const int32_t sums[2] = {sum_of_bytes(unit.x[l]), sum_of_bytes(unit.x[l] + 16)};
     unit.negative_sums[0][l] = -sums[0], unit.negative_sums[1][l] = -sums[1];
     unit.negative_sums[2][l] = -sums[0] - sums[1];
     total = 256 * total + sums[0] + sums[1];
+    if (l == 0) unit.half_sums[0] = int16_t(sums[0]), unit.half_sums[1] = int16_t(sums[1]);
   }
-  unit.sum = unit.scale * float(total);
-  // NaN and infinity have no integer: through the scale they make every result NaN.
-  const f32x16 not_finite = halves[0] * 0.0f + halves[1] * 0.0f;
-  if (any(not_finite != 0.0f)) unit.scale = unit.sum = NAN;
+  unit.scale = scale;
+  unit.sum = scale * float(total);
 }
 
+// The inputs of a token; `sharing`: how many units share a scale. The last ones may be fewer.
 template <int LIMBS>
-void quantize_units(const float* x, int64_t in, Unit<LIMBS>* units) {
-  for (int64_t u = 0; u < in / UNIT; u++) quantize_unit(x + u * UNIT, units[u]);
+void quantize_units(const float* x, int64_t in, int64_t sharing, Unit<LIMBS>* units) {
+  for (int64_t first = 0, num_units = in / UNIT; first < num_units; first += sharing) {
+    const int64_t end = first + sharing < num_units ? first + sharing : num_units;
+    f32x16 largest = {}, not_finite = {};
+    for (int64_t i = first * UNIT; i < end * UNIT; i += 16) {
+      const f32x16 a = absolute(load(x + i));
+      largest = a > largest ? a : largest;
+      not_finite += a * 0.0f;
+    }
+    float scale, inverse;
+    unit_scale<LIMBS>(max_lane(largest), &scale, &inverse);
+    // NaN and infinity have no integer: through the scale they make every result NaN.
+    if (any(not_finite != 0.0f)) scale = NAN;
+    for (int64_t u = first; u < end; u++) quantize_unit(x + u * UNIT, scale, inverse, units[u]);
+    for (int64_t u = first; u < end; u++) {
+      units[u].pair_sums[0] = int16_t(units[u].half_sums[0] + units[u].half_sums[1]);
+      if (u > first) units[u - 1].pair_sums[1] = units[u].pair_sums[0];
+    }
+  }
 }
 
 // ------------------------------------------------------------------------------------------ kinds
@@ -151,6 +167,8 @@ inline int64_t panel_bytes(int64_t kind, int64_t in) {
 constexpr bool has_minimum(int64_t kind) {
   return kind == Q4_1 || kind == Q5_1 || kind == Q4_K || kind == Q5_K;
 }
+// Whether units have integer scales, and the scales and minima of 8 units share a factor.
+constexpr bool is_k_kind(int64_t kind) { return kind == Q4_K || kind == Q5_K || kind == Q6_K; }
 // Whether each half of a unit has a scale.
 constexpr bool has_halves(int64_t kind) { return kind == Q6_K; }
 // Log 2 of what was added to a weight's integer so that it is not negative; 0: nothing.
@@ -214,7 +232,7 @@ struct GroupScales {
   f32x16 scale = {}, negative_minimum = {};  // of K kinds: what their units' integers multiply
 
   inline __attribute__((always_inline)) explicit GroupScales(const uint8_t* g) : group(g) {
-    if (KIND != Q4_K && KIND != Q5_K && KIND != Q6_K) return;
+    if (!is_k_kind(KIND)) return;
     scale = from_f16(g);
     if (has_minimum(KIND)) negative_minimum = -from_f16(g + 32);
   }
@@ -238,6 +256,17 @@ struct GroupScales {
 };
 
 // --------------------------------------------------------------------------------------- products
+
+// Bytes of a panel that are prefetched ahead: the next panels. Fewer come too late, more fall out
+// of the cache before they are used.
+#ifndef AHEAD
+constexpr int64_t AHEAD = 8192;
+#endif
+
+inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* p, int64_t bytes) {
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + AHEAD + i);
+}
 
 template <int LIMBS>
 inline __attribute__((always_inline)) f32x16 combined(const i32x16* limbs) {
@@ -274,15 +303,72 @@ inline __attribute__((always_inline)) void add_unit(const u8x64* integers, const
   }
 }
 
-// Bytes of a panel that are prefetched ahead: the next panels. Fewer come too late, more fall out
-// of the cache before they are used.
-#ifndef AHEAD
-constexpr int64_t AHEAD = 8192;
-#endif
-
-inline __attribute__((always_inline)) void prefetch_ahead(const uint8_t* p, int64_t bytes) {
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + AHEAD + i, 0, 0);
+// Adds the products of a group of 8 units of a K kind, with int8 inputs that share a scale, to the
+// sums of T tokens. The scales of the units are integers: only the group's sum is made a float.
+template <int64_t KIND, int T>
+inline __attribute__((always_inline)) void add_group(const uint8_t* group, const Unit<1>* units,
+                                                     int64_t stride, f32x16* sums) {
+  constexpr PanelKind kind = panel_kind(KIND);
+  constexpr int HALVES = has_halves(KIND) ? 2 : 1;
+  i32x16 totals[T];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++) totals[t] = i32x16{};
+  prefetch_ahead(group, kind.scale_bytes);
+  const uint8_t *data = group + kind.scale_bytes, *scales = group + 64;
+  for (int64_t i = 0; i < kind.units; i++, data += kind.unit_bytes) {
+    prefetch_ahead(data, kind.unit_bytes);
+    u8x64 integers[8];
+    unit_integers<KIND>(data, integers);
+    const i32x16 scale[2] = {
+        HALVES == 2 ? integers_of_s8(scales + 32 * i) : integers_of_u8(scales + 32 * i),
+        HALVES == 2 ? integers_of_s8(scales + 32 * i + 16) : i32x16{}};
+    const int8_t* x[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+      x[t] = units[t * stride + i].x[0];
+      asm("" : "+r"(x[t]));  // else a register for each 4 g, most of which are in memory
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < HALVES; half++) {
+      i32x16 products[T];
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) products[t] = i32x16{};
+      // All tokens in turn: a sum waits for its last product.
+#pragma GCC unroll 8
+      for (int g = half * 4; g < (half + 1) * 8 / HALVES; g++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++)
+          products[t] = dot4<false>(products[t], integers[g], x[t] + 4 * g);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; t++) totals[t] += products[t] * scale[half];
+    }
+  }
+  // What the inputs' sums are multiplied with, in pairs: the minima of two units, or the scales of
+  // a unit's halves for the offset.
+  i32x16 pairs[8];
+  constexpr int step = HALVES == 2 ? 1 : 2;
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i += step)
+    pairs[i] =
+        HALVES == 2
+            ? pair_of(integers_of_s8(scales + 32 * i), integers_of_s8(scales + 32 * i + 16))
+            : pair_of(integers_of_u8(scales + 16 + 32 * i), integers_of_u8(scales + 48 + 32 * i));
+  const f32x16 factor = from_f16(group);
+  const f32x16 negative_minimum = HALVES == 2 ? f32x16{} : -from_f16(group + 32);
+#pragma GCC unroll 8
+  for (int t = 0; t < T; t++) {
+    const Unit<1>* of_token = units + t * stride;
+    i32x16 total = {};
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += step)
+      total = dot2(total, pairs[i], HALVES == 2 ? of_token[i].half_sums : of_token[i].pair_sums);
+    const f32x16 scale = broadcast(of_token->scale);
+    if (HALVES == 2) totals[t] -= total << offset_bits(KIND);
+    sums[t] = multiply_add(__builtin_convertvector(totals[t], f32x16), factor * scale, sums[t]);
+    if (HALVES == 1)
+      sums[t] =
+          multiply_add(__builtin_convertvector(total, f32x16), negative_minimum * scale, sums[t]);
+  }
 }
 
 // Adds the products of a panel, or a part of it, to the sums of its 16 outputs for T tokens.
@@ -294,6 +380,11 @@ void panel_block(const uint8_t* panel, int64_t num_units, const Unit<LIMBS>* uni
 #pragma GCC unroll 8
   for (int t = 0; t < T; t++) sums[t] = out[t];
   for (int64_t u = 0; u < num_units; u += kind.units, panel += kind.group_bytes()) {
+    if constexpr (LIMBS == 1 && is_k_kind(KIND)) {
+      add_group<KIND, T>(panel, units, stride, sums);
+      units += kind.units;
+      continue;
+    }
     const GroupScales<KIND> scales(panel);
     prefetch_ahead(panel, kind.scale_bytes);
     const uint8_t* data = panel + kind.scale_bytes;
@@ -346,13 +437,16 @@ PanelBlock<LIMBS> panel_block_of(int64_t num_tokens) {
 // Writes 16 outputs, from n on, of some tokens.
 inline void write_panel(const Weights& w, const f32x16* sums, int64_t num_tokens, float* y,
                         int64_t stride, int64_t n, Output output) {
-  const int64_t count = w.out_features - n < PANEL_ROWS ? w.out_features - n : PANEL_ROWS;
-  const f32x16 bias = w.bias ? load_partial(w.bias + n, count) : f32x16{};
+  const int64_t count = w.out_features - n;
+  const bool whole = count >= PANEL_ROWS;
+  f32x16 bias = {};
+  if (w.bias) bias = whole ? load(w.bias + n) : load_partial(w.bias + n, count);
   for (int64_t t = 0; t < num_tokens; t++) {
     float* out = y + t * stride + n;
     f32x16 value = sums[t] + bias;
-    if (output == Output::ADD) value += load_partial(out, count);
-    std::memcpy(out, &value, count * sizeof(float));
+    if (output == Output::ADD) value += whole ? load(out) : load_partial(out, count);
+    if (whole) store(out, value);
+    else std::memcpy(out, &value, count * sizeof(float));
   }
 }
 

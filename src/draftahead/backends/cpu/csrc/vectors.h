@@ -90,6 +90,20 @@ inline __attribute__((always_inline)) u8x16 bytes_of_bits(uint16_t bits) {
   return (u8x16)((both & bit) != 0) & 1;
 #endif
 }
+inline __attribute__((always_inline)) i32x16 integers_of_u8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (i32x16)_mm512_cvtepu8_epi32((__m128i)load_16_bytes(p));
+#else
+  return __builtin_convertvector(load_16_bytes(p), i32x16);
+#endif
+}
+inline __attribute__((always_inline)) i32x16 integers_of_s8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (i32x16)_mm512_cvtepi8_epi32((__m128i)load_16_bytes(p));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const i8x16_unaligned*>(p), i32x16);
+#endif
+}
 inline __attribute__((always_inline)) f32x16 from_u8(u8x16 v) {
 #if defined(__AVX512F__)
   return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)v));

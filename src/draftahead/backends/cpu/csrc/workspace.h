@@ -108,8 +108,10 @@ inline Inputs prepared(const Model& m, SharedBuffers& b,
                        std::initializer_list<const Weights*> layers, const float* x,
                        const float* norm, int64_t num_tokens) {
   const Weights* with_integers = nullptr;
+  // Inputs whose scales are shared do for layers that do not need it as well.
   for (const Weights* w : layers)
-    if (integer_bytes(*w)) with_integers = w;
+    if (integer_bytes(*w) && !(with_integers && sharing_units(*with_integers) > sharing_units(*w)))
+      with_integers = w;
   if (!norm && !with_integers) return {x, nullptr};
   const int64_t in = (*layers.begin())->in_features;
   const int64_t bytes = with_integers ? integer_bytes(*with_integers) : 0;
