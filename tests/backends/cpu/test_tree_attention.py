@@ -136,6 +136,20 @@ def test_nan_of_a_drafted_token_reaches_no_other_node_and_nan_of_context_does(
 
 
 @torch.no_grad()
+def test_scores_of_extreme_size() -> None:
+    """Hundreds apart, more than an exponential can hold: the largest counts, wherever it lies."""
+    model = llama_shaped("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.mul_(20)
+    runner = filled_runner(model, TEXTS)
+    tokens = torch.randint(1, 97, (1, 60), generator=torch.Generator().manual_seed(3))
+    logits = runner.forward(tokens, first_slot=1).logits[0]
+    expected = model(torch.tensor([TEXTS[0] + tokens[0].tolist()])).logits[0, len(TEXTS[0]) :]
+    assert logits.isfinite().all()
+    assert (logits - expected).norm() < 1e-3 * expected.norm()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1])
 def test_nan_of_any_bits_is_nan_in_bfloat16(bits: int) -> None:
     """Rounded as a number, the last two would become zeros."""
