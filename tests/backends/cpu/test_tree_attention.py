@@ -141,7 +141,7 @@ def test_scores_of_extreme_size() -> None:
     model = llama_shaped("llama")
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.mul_(20)
-    runner = filled_runner(model, TEXTS)
+    runner = filled(model)
     tokens = torch.randint(1, 97, (1, 60), generator=torch.Generator().manual_seed(3))
     logits = runner.forward(tokens, first_slot=1).logits[0]
     expected = model(torch.tensor([TEXTS[0] + tokens[0].tolist()])).logits[0, len(TEXTS[0]) :]
