@@ -64,7 +64,10 @@ def test_the_machine_is_measured_before_the_first_step() -> None:
     assert costs.of(8) == pytest.approx(0.01 + 8e-4 + 4e-3 + 5e-7 * 2 * 4000)
 
 
-def test_a_slow_machine_is_not_measured_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("compiles", "passes"), [(True, [1, 1]), (False, [1])])
+def test_a_slow_machine_is_not_measured_for_long(
+    compiles: bool, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, calls = [0.0], []
     monkeypatch.setattr(policy_module.time, "perf_counter", lambda: now[0])
 
@@ -74,8 +77,8 @@ def test_a_slow_machine_is_not_measured_for_long(monkeypatch: pytest.MonkeyPatch
         return 2.0
 
     costs = Costs()
-    costs.survey(timed, room=4096)
-    assert calls == [1, 1]  # once to warm up, once for the time
+    costs.survey(timed, room=4096, compiles=compiles)
+    assert calls == passes  # once to warm up, if that may be needed, and once for the time
     assert costs.of(1) == 2.0
 
 

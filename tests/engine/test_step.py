@@ -32,6 +32,7 @@ class Counting(Recording):
     def __init__(self, *, fixed_shape: bool = False, max_nodes: int = 64) -> None:
         super().__init__(4)
         self.fixed_shape, self.max_nodes = fixed_shape, max_nodes
+        self.first_forwards_compile = True
         self.verified: list[Draft | DeviceDraft] = []
         self.paths: list[list[list[int]]] = []
         self.timed = 0

@@ -201,7 +201,7 @@ def test_what_an_architecture_computes_is_computed_as_by_transformers(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(hub, "_gguf_tokenizer", lambda *_: None)  # theirs are of another kind
+    monkeypatch.setattr(hub, "gguf_tokenizer", lambda *_: None)  # theirs are of another kind
     keys = {f"{architecture}.{key}": value for key, value in keys.items()}
     tied = architecture == "gemma2"
     path = tiny_gguf.write(tmp_path / "m.gguf", "Q8_0", architecture, tied=tied, keys=keys)

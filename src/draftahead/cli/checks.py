@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftahead.cli.imports import importing
 from draftahead.errors import ConfigError
 from draftahead.loader.embedded import ALIASES
 
@@ -51,7 +52,8 @@ def check_folder(folder: Path) -> None:
 
 def check_drafter(config: Mapping[str, Any]) -> None:
     """Before the model is loaded."""
-    from draftahead.drafters import registry
+    with importing():
+        from draftahead.drafters import registry
 
     registry.check(config)
     for key in SOURCES:

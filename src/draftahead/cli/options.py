@@ -16,6 +16,7 @@ from typer import Exit, Option
 from draftahead.bench.prompts import BenchPrompt, load_prompts
 from draftahead.cli import checks
 from draftahead.cli.command import DRAFTER_OPTIONS
+from draftahead.cli.imports import importing
 from draftahead.cli.terminal import notes_console
 from draftahead.core.sampling_params import SamplingParams
 from draftahead.errors import ConfigError, OtherEngineError
@@ -80,7 +81,8 @@ class ModelOptions:
         """The model and its tokenizer."""
         with terminal_progress() as progress:
             progress("loading torch and transformers")
-            from draftahead.loader.hub import load
+            with importing():
+                from draftahead.loader.hub import load
 
             given = {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
             return load(given.pop("model"), progress=progress, **given)
@@ -102,7 +104,8 @@ class LLMOptions(ModelOptions):
         given = {name: value for name, value in given.items() if value is not None}
         with terminal_progress() as progress:
             progress("loading torch and transformers")
-            from draftahead.llm import LLM
+            with importing():
+                from draftahead.llm import LLM
 
             return LLM(given.pop("model"), drafter, report=progress, **given)
 

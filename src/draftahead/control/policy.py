@@ -58,14 +58,17 @@ class Costs:
         self.drafting = 0.0  # a step
         self._drafts = 0
 
-    def survey(self, timed: Callable[[int, int], float], room: int) -> None:
+    def survey(
+        self, timed: Callable[[int, int], float], room: int, *, compiles: bool = True
+    ) -> None:
         """Measures this machine before the first step: `timed(rows, keys)` runs a pass over so many
-        rows behind so many keys, no more than `room`. What there is no time for is seen later."""
+        rows behind so many keys, no more than `room`. What there is no time for is seen later.
+        `compiles`: a first pass of a width may compile or record something."""
         keys = min(SURVEYED_KEYS, room)
         places = [(1, 0), (8, 0), (1, keys), (8, keys), (16, 0), (4, 0), (2, 0)]
         start = time.perf_counter()
-        warm = []
-        for place in places:  # a first pass may compile or record: it tells nothing
+        warm = [] if compiles else places
+        for place in places if compiles else ():  # a first pass tells nothing
             timed(*place)
             warm.append(place)
             if time.perf_counter() - start > SURVEY_WARM_UP:

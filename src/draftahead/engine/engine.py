@@ -77,7 +77,8 @@ class Engine:
         self._launches_ahead = device_of(verifier.runner.device).is_gpu
         self._in_flight: InFlightStep | None = None
         if self.adaptive and not verifier.fixed_shape:  # there all cost the same
-            self.policy.costs.survey(verifier.timed_forward, verifier.max_context)
+            timed, compiles = verifier.timed_forward, verifier.first_forwards_compile
+            self.policy.costs.survey(timed, verifier.max_context, compiles=compiles)
 
     # -------------------------------------------------------------------------------- the step
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 import transformers
-from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from draftahead.core.device import default_device, device_of, gpu_count
 from draftahead.errors import ConfigError, DraftaheadError, ModelNotFoundError, nearest
@@ -26,6 +25,7 @@ from draftahead.loader.folder_stored import FolderWeights, has_halves
 from draftahead.loader.gguf import load_gguf_model
 from draftahead.loader.gguf_config import GgufConfig
 from draftahead.loader.gguf_stored import GgufWeights
+from draftahead.loader.gguf_tokenizer import gguf_tokenizer
 from draftahead.loader.preflight import (
     check_counts,
     check_gguf_layers,
@@ -238,30 +238,7 @@ def _load_gguf(
         if model is not None:
             check_shapes(path, network, shapes_of(model))
     network.name_or_path = network.config.name_or_path = str(path)
-    return network, _gguf_tokenizer(path, network.config)
-
-
-def _gguf_tokenizer(path: Path, config: Any) -> Any:
-    with clear_errors(f"the tokenizer in {path}"):
-        tokenizer = _gguf_tokenizer_class(path, config).from_pretrained(
-            path.parent, gguf_file=path.name, local_files_only=True
-        )
-        # Some versions of transformers leave these at defaults that are not the file's own.
-        for role in ("bos", "eos", "pad"):
-            token_id = getattr(config, f"{role}_token_id", None)
-            if isinstance(token_id, int):
-                setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token_id))
-    return tokenizer
-
-
-def _gguf_tokenizer_class(path: Path, config: Any) -> Any:
-    """The class that AutoTokenizer would take. It would read the whole file for it once more, which
-    takes seconds; it is asked itself where files beside this one may say more."""
-    if (path.parent / "tokenizer_config.json").exists():
-        return transformers.AutoTokenizer
-    found = TOKENIZER_MAPPING.get(type(config), transformers.PreTrainedTokenizerFast)
-    is_quick = isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerFast)
-    return found if is_quick else transformers.AutoTokenizer
+    return network, gguf_tokenizer(path, header, network.config)
 
 
 # ------------------------------------------------------------------------------- tokenizers alone
@@ -277,7 +254,7 @@ def load_tokenizer(
         if isinstance(source, Path) and source.is_file():
             _, header = weights_in_gguf(source)
             check_counts(source, header.metadata)
-            return _gguf_tokenizer(source, GgufConfig(source, header).config)
+            return gguf_tokenizer(source, header, GgufConfig(source, header).config)
         if isinstance(source, Path):
             folder = source
         else:

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from draftahead.backends.base import Backend, CacheSlice, DeviceTree
 from draftahead.backends.cpu.kernels import NODES_PER_CALL
 from draftahead.backends.cpu.linear import SmallBatchLinears
-from draftahead.backends.cpu.threads import torch_all_threads
 from draftahead.backends.cuda.compaction import GraphedCompaction
 from draftahead.backends.cuda.hf_graph import GraphedPrefill
 from draftahead.backends.cuda.padding import Padding
@@ -244,7 +243,7 @@ class ModelRunner:
         with (
             self._lock,
             attention.in_configs(self._configs, attention_calls),
-            torch_all_threads(),
+            self._linears.torch_threads(tokens.numel()),
             self._linears.patched(),
             layers.patched() if layers else nullcontext(),
             aux_hidden_states(self.model, aux_layers) as hidden,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftahead.backends.base import DeviceTree
+from draftahead.backends.select import CPU_KERNELS
 from draftahead.core.draft import DeviceDraft, Draft
 from draftahead.core.stats import CompileTime
 from draftahead.core.tree import MAX_NODES
@@ -79,6 +80,11 @@ class Verifier:
     def fixed_shape(self) -> bool:
         """Whether all forwards have one shape: for replay with kernels whose bits depend on it."""
         return self.replay and not self.runner.batch_invariant
+
+    @property
+    def first_forwards_compile(self) -> bool:
+        """Whether the first forward over a number of nodes may take far longer than later ones."""
+        return self.runner.backend_choice.name != CPU_KERNELS
 
     @property
     def max_nodes(self) -> int:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+import tiny_gguf
 import zoo
 from draftahead import LLM, SamplingParams
 from draftahead.backends.cpu import threads
+from draftahead.backends.cpu.linear import SmallBatchLinears
 from draftahead.backends.cpu.threads import (
     available_cores,
     cpu_quota,
@@ -23,8 +25,9 @@ from draftahead.backends.cpu.threads import (
     torch_single_threaded,
 )
 from draftahead.drafters.tree_builder import TreeBuilder
+from draftahead.loader import hub
 from drafted import ALL
-from llama_shaped import llama_shaped
+from llama_shaped import llama_shaped, needs_kernels
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -159,6 +162,28 @@ def test_the_number_is_restored_when_drafting_is_interrupted(
     with pytest.raises(KeyboardInterrupt):
         llm.generate(zoo.ragged_prompts(1), GREEDY)
     assert during == [1]
+    assert torch.get_num_threads() == 2
+
+
+@needs_kernels
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("stored", "num_tokens", "expected"), [(True, 64, 1), (True, 65, 2), (False, 64, 2)]
+)
+def test_the_models_own_forward_takes_all_threads_unless_its_products_are_ours(
+    stored: bool, num_tokens: int, expected: int, tmp_path: Path
+) -> None:
+    """Torch's threads spin for milliseconds after each operation: ours would wait for them.
+    A comparison at load was seen to take 5 s so, beside another process."""
+    path = tiny_gguf.write(tmp_path / "m.gguf")
+    model, _ = hub.load(path, device="cpu", dtype=None if stored else "float32")
+    linears, during = SmallBatchLinears(model), list[int]()
+    for _ in range(2):
+        with linears.torch_threads(num_tokens):
+            during.append(torch.get_num_threads())
+        with torch_single_threaded(), linears.torch_threads(num_tokens):
+            during.append(torch.get_num_threads())
+    assert during == [expected] * 4
     assert torch.get_num_threads() == 2
 
 

@@ -18,7 +18,11 @@ from draftahead.backends.cpu import abi, build
 from draftahead.backends.cpu.abi import CHUNK, PANEL
 from draftahead.backends.cpu.addresses import Addresses
 from draftahead.backends.cpu.panels import panels_of, prepare_panels
-from draftahead.backends.cpu.threads import num_threads
+from draftahead.backends.cpu.threads import (
+    num_threads,
+    torch_all_threads,
+    torch_single_threaded,
+)
 from draftahead.backends.modules import patched_forwards
 from draftahead.backends.own_code import autocast_of, has_own_forward
 from draftahead.core.device import device_of
@@ -30,6 +34,9 @@ from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear
 MAX_GROUP = 256
 # Tokens up to which our float32 kernel is faster than torch's matrix product.
 MAX_TOKENS_FLOAT32 = 24
+# Tokens of a forward of the model's own up to which torch takes one thread beside our products. Of
+# more, its attention over a prompt would be slow; of fewer, its threads cost more than they bring.
+FEW_TOKENS = 64
 
 
 # ------------------------------------------------------------------------------------------ int8
@@ -309,6 +316,13 @@ class SmallBatchLinears:
             (m, _small_batch_forward(m)) for m in linears if has_kernels
         ]
         self._stored: list[Forward] = [(m, partial(run_linear, m)) for m in stored if has_kernels]
+
+    def torch_threads(self, num_tokens: int) -> AbstractContextManager[None]:
+        """For the model's own forward: torch takes all threads for its matrix products. Where these
+        are ours, little is left for it but the attention of a long prompt, and its threads would
+        spin where ours have to compute."""
+        is_left_little = self._stored and num_tokens <= FEW_TOKENS
+        return torch_single_threaded() if is_left_little else torch_all_threads()
 
     def patched(self) -> AbstractContextManager[None]:
         """While entered, the layers run by our kernels, except those that the user has patched."""

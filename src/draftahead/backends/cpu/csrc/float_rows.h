@@ -7,7 +7,6 @@
 
 #pragma once
 
-#include <vector>
 
 #include "blocks.h"
 
@@ -231,8 +230,7 @@ void row_outputs(const Weights& w, const FloatInputs& a, float* y, int64_t strid
 typedef void (*RowOutputs)(const Weights&, const FloatInputs&, float*, int64_t, int64_t, int64_t,
                            Output);
 
-// Tokens of one pass over rows of a kind. For more, quantized rows are widened into memory: each
-// pass would unpack them again.
+// Tokens of one pass over rows of a kind.
 template <int64_t KIND>
 constexpr int64_t MAX_ROW_TOKENS = KIND < Q4_0 ? MAX_TOKENS : 4;
 
@@ -267,11 +265,10 @@ RowOutputs row_outputs_of(int64_t num_tokens) {
   }
 }
 
-// Outputs that many tokens use before the next ones: their rows stay in the second-level cache.
+// Outputs that all passes over many tokens use before the next ones: their rows stay in the
+// second-level cache. To unpack them in each pass takes less time than to load them from there as
+// float32.
 constexpr int64_t ROWS_AT_ONCE = 48;
-// Floats of rows that are widened for many tokens: they stay in the second-level cache, too.
-constexpr int64_t WIDENED_FLOATS = 96 * 1024;
-
 // Writes row n as float32: [in_features].
 template <int64_t KIND>
 void float_row(const Weights& w, int64_t n, float* out) {
@@ -326,42 +323,18 @@ inline FloatRow float_row_of(int64_t kind) {
   }
 }
 
-// Widens rows [begin, end) and returns them as weights of their own.
-template <int64_t KIND>
-Weights widened(const Weights& w, int64_t begin, int64_t end, std::vector<float>& floats) {
-  floats.resize((end - begin) * w.in_features);
-  for (int64_t n = begin; n < end; n++)
-    float_row<KIND>(w, n, floats.data() + (n - begin) * w.in_features);
-  Weights rows = w;
-  rows.data = floats.data(), rows.kind = F32, rows.out_features = end - begin;
-  if (w.bias) rows.bias = w.bias + begin;
-  return rows;
-}
-
 // Outputs [begin, end) of any number of tokens.
 template <int64_t KIND>
 void float_outputs(const Weights& w, const float* x, int64_t num_tokens, float* y, int64_t stride,
                    int64_t begin, int64_t end, Output output) {
-  const int64_t in = w.in_features;
-  if (num_tokens <= MAX_ROW_TOKENS<KIND>) {
-    const FloatInputs a = {x, num_tokens > 1 ? in : 0};
-    row_outputs_of<KIND>(num_tokens)(w, a, y, stride, begin, end, output);
-    return;
-  }
-  thread_local std::vector<float> floats;
-  const int64_t fitting = WIDENED_FLOATS / in / 4 * 4;
-  const int64_t rows = KIND == F32 ? ROWS_AT_ONCE : fitting < 4 ? 4 : fitting;
-  for (int64_t n = begin; n < end; n += rows) {
-    const int64_t last = n + rows < end ? n + rows : end;
-    Weights some = w;
-    if (KIND != F32) some = widened<KIND>(w, n, last, floats);
-    const int64_t first = KIND == F32 ? n : 0;
-    for (int64_t t = 0; t < num_tokens; t += MAX_TOKENS) {
-      const int64_t count = num_tokens - t < MAX_TOKENS ? num_tokens - t : MAX_TOKENS;
-      row_outputs_of<F32>(count)(some, {x + t * in, count > 1 ? in : 0}, y + t * stride + n - first,
-                                 stride, first, first + last - n, output);
+  const int64_t in = w.in_features, most = MAX_ROW_TOKENS<KIND>;
+  const int64_t rows = num_tokens > most ? ROWS_AT_ONCE : end - begin;
+  for (int64_t n = begin; n < end; n += rows)
+    for (int64_t t = 0; t < num_tokens; t += most) {
+      const int64_t count = num_tokens - t < most ? num_tokens - t : most;
+      row_outputs_of<KIND>(count)(w, {x + t * in, count > 1 ? in : 0}, y + t * stride, stride, n,
+                                  n + rows < end ? n + rows : end, output);
     }
-  }
 }
 
 typedef void (*FloatOutputs)(const Weights&, const float*, int64_t, float*, int64_t, int64_t,

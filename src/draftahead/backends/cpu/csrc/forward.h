@@ -56,16 +56,17 @@ void topk(const float* logits, int64_t vocab_size, int64_t* tokens) {
 }
 
 // Final norm, logits and most likely tokens of all nodes. Called by all threads.
-void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b) {
+void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b, ThreadBuffers& local) {
   const int64_t num_tokens = f.num_sequences * f.num_nodes, vocab_size = m.lm_head.out_features;
   const ScreenedHead* screened = m.screened_head;
   const Weights& first = screened ? screened->projection : m.lm_head;
-  Inputs inputs = prepared(m, b, {&first}, f.hidden, m.final_norm, num_tokens);
-  store_aux_hidden(m, f, m.num_layers, b.normed);
+  Inputs inputs = prepared(m, b, local, {&first}, f.hidden, m.final_norm, num_tokens);
+  const float* normed = inputs.x;
+  store_aux_hidden(m, f, m.num_layers, normed);
   if (screened) {
     linear(first, inputs, num_tokens, b.q, Output::STORE);
     barrier();
-    inputs = prepared(m, b, {&screened->screening_head}, b.q, nullptr, num_tokens);
+    inputs = prepared(m, b, local, {&screened->screening_head}, b.q, nullptr, num_tokens);
   }
   linear(screened ? screened->screening_head : first, inputs, num_tokens, f.logits, Output::STORE);
   barrier();
@@ -74,7 +75,7 @@ void lm_head(const Model& m, const ForwardArgs& f, SharedBuffers& b) {
     float* logits = f.logits + t * vocab_size;
     if (screened) {
       uint8_t* integers = b.integers + t * integer_bytes(screened->vocab_rows);
-      encode_token(screened->vocab_rows, b.normed + t * m.hidden_size, integers);
+      encode_token(screened->vocab_rows, normed + t * m.hidden_size, integers);
       replace_candidates(*screened, integers, logits);
     }
     if (f.topk) topk(logits, vocab_size, f.topk + t * TOPK);
@@ -117,13 +118,13 @@ void forward(const Model& m, const ForwardArgs& f, int64_t threads) {
   SharedBuffers b(m, num_tokens, f.scratch);
   float* rest = f.scratch + SharedBuffers::size(m, num_tokens);
   parallel(threads, [&] {
-    ThreadBuffers local = {rest + thread_index() * ThreadBuffers::size(m)};
+    ThreadBuffers local(m, rest + thread_index() * ThreadBuffers::size(m));
     for (int64_t i = 0; i < m.num_layers; i++) {
       // The layer writes f.hidden only behind its first barrier.
       if (i) store_aux_hidden(m, f, i, f.hidden);
       decoder_layer(m, m.layers[i], f, b, local);
     }
-    if (f.logits) lm_head(m, f, b);
+    if (f.logits) lm_head(m, f, b, local);
   });
 }
 

@@ -88,9 +88,9 @@ void decoder_layer(const Model& m, const DecoderLayer& layer, const ForwardArgs&
                    SharedBuffers& b, ThreadBuffers& local) {
   const int64_t num_tokens = f.num_sequences * f.num_nodes;
   const bool has_own_input = f.first_input && &layer == m.layers;
-  Inputs inputs =
-      prepared(m, b, {&layer.q, &layer.k, &layer.v}, has_own_input ? f.first_input : f.hidden,
-               has_own_input ? nullptr : layer.input_norm, num_tokens);
+  Inputs inputs = prepared(m, b, local, {&layer.q, &layer.k, &layer.v},
+                           has_own_input ? f.first_input : f.hidden,
+                           has_own_input ? nullptr : layer.input_norm, num_tokens);
   linear(layer.q, inputs, num_tokens, b.q, Output::STORE);
   linear(layer.k, inputs, num_tokens, b.k, Output::STORE);
   linear(layer.v, inputs, num_tokens, b.v, Output::STORE);
@@ -100,14 +100,14 @@ void decoder_layer(const Model& m, const DecoderLayer& layer, const ForwardArgs&
   if (f.kv_only && &layer == m.layers + m.num_layers - 1) return;
   attention(m, layer, f, b, local);
   barrier();
-  inputs = prepared(m, b, {&layer.o}, b.attention, nullptr, num_tokens);
+  inputs = prepared(m, b, local, {&layer.o}, b.attention, nullptr, num_tokens);
   linear(layer.o, inputs, num_tokens, f.hidden, Output::ADD);
   barrier();
-  inputs =
-      prepared(m, b, {&layer.gate, &layer.up}, f.hidden, layer.post_attention_norm, num_tokens);
+  inputs = prepared(m, b, local, {&layer.gate, &layer.up}, f.hidden, layer.post_attention_norm,
+                    num_tokens);
   gated_units(m, layer, inputs, num_tokens, b);
   barrier();
-  inputs = prepared(m, b, {&layer.down}, b.gate, nullptr, num_tokens);
+  inputs = prepared(m, b, local, {&layer.down}, b.gate, nullptr, num_tokens);
   linear(layer.down, inputs, num_tokens, f.hidden, Output::ADD);
   barrier();
 }

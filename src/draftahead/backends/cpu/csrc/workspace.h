@@ -80,15 +80,25 @@ struct SharedBuffers {
 };
 
 struct ThreadBuffers {
-  float* tile;  // [tile_size]: keys or values as float32
+  float* tile;        // [tile_size]: keys or values as float32
+  float* normed;      // inputs of a single token: see prepared
+  uint8_t* integers;  // the same
 
-  static int64_t size(const Model& m) { return tile_size(m) + 64; }
+  static int64_t size(const Model& m) {
+    return tile_size(m) + round_up16(m.hidden_size) + max_integer_bytes(max_in_features(m)) / 4 +
+           64;
+  }
 
   static int64_t tile_size(const Model& m) {
     static_assert(MAX_NODES >= 2 * TILE_KEYS, "a tile of keys, and the same turned");
     const int64_t tree = MAX_NODES * m.head_dim;
     return tree > VALUE_TILE ? tree : VALUE_TILE;
   }
+
+  ThreadBuffers(const Model& m, float* scratch)
+      : tile(scratch),
+        normed(tile + tile_size(m)),
+        integers(reinterpret_cast<uint8_t*>(normed + round_up16(m.hidden_size))) {}
 };
 
 inline void rms_norm(const float* x, const float* weight, float eps, int64_t size, float* y) {
@@ -103,8 +113,9 @@ inline void rms_norm(const float* x, const float* weight, float eps, int64_t siz
 }
 
 // x [num_tokens][in] as inputs of layers that share them, normed first if there is a `norm`. Called
-// by all threads: each prepares some of the tokens. Inputs of an earlier call are overwritten.
-inline Inputs prepared(const Model& m, SharedBuffers& b,
+// by all threads: each prepares some of the tokens for all; a single token, each for itself, which
+// is sooner done than waiting for another thread. Inputs of an earlier call are overwritten.
+inline Inputs prepared(const Model& m, SharedBuffers& b, ThreadBuffers& local,
                        std::initializer_list<const Weights*> layers, const float* x,
                        const float* norm, int64_t num_tokens) {
   const Weights* with_integers = nullptr;
@@ -115,17 +126,20 @@ inline Inputs prepared(const Model& m, SharedBuffers& b,
   if (!norm && !with_integers) return {x, nullptr};
   const int64_t in = (*layers.begin())->in_features;
   const int64_t bytes = with_integers ? integer_bytes(*with_integers) : 0;
-  const Range mine = thread_range(num_tokens, 1);
+  const bool is_single = num_tokens == 1;
+  float* normed = is_single ? local.normed : b.normed;
+  uint8_t* integers = is_single ? local.integers : b.integers;
+  const Range mine = is_single ? Range{0, 1} : thread_range(num_tokens, 1);
   for (int64_t t = mine.begin; t < mine.end; t++) {
     const float* row = x + t * in;
     if (norm) {
-      rms_norm(row, norm, m.norm_eps, in, b.normed + t * in);
-      row = b.normed + t * in;
+      rms_norm(row, norm, m.norm_eps, in, normed + t * in);
+      row = normed + t * in;
     }
-    if (with_integers) encode_token(*with_integers, row, b.integers + t * bytes);
+    if (with_integers) encode_token(*with_integers, row, integers + t * bytes);
   }
-  barrier();
-  return {norm ? b.normed : x, b.integers};
+  if (!is_single) barrier();
+  return {norm ? normed : x, integers};
 }
 
 // A linear layer, by all threads: y [num_tokens][out_features].
