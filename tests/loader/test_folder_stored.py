@@ -15,8 +15,12 @@ from safetensors.torch import load_file, save_file
 import zoo
 from draftahead import LLM, SamplingParams
 from draftahead.errors import DamagedModelError
-from draftahead.loader import hub
+from draftahead.loader import folder_stored, hub
+from draftahead.loader.folder_stored import FolderWeights
+from draftahead.loader.progress import no_progress
+from draftahead.loader.skeleton import NotStorableError, without_memory
 from draftahead.loader.stored import StoredLinear, stored_layers
+from draftahead.loader.weight_files import weights_in
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = [3, 4, 5, 6, 3, 4, 5]
@@ -135,6 +139,67 @@ def test_what_transformers_converts_is_widened_with_the_reason(
         model, _ = hub.load(folder, device="cpu")
     assert not stored_layers(model)
     assert f"{folder} is widened to float32: " in caplog.text
+
+
+def weights_of(folder: Path, **stated: Any) -> FolderWeights:
+    """Of a folder whose configuration also states these keys."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    held = weights_in(folder, {})
+    return FolderWeights(folder, stated, held, without_memory(config))
+
+
+def test_folders_that_transformers_reads_in_another_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved("llama", tmp_path)
+    assert weights_of(folder, model_type="llama").load(no_progress) is not None
+    for key in ("auto_map", "quantization_config"):
+        with pytest.raises(NotStorableError, match="code of its own or quantized layers"):
+            weights_of(folder, **{key: {}})
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(NotStorableError, match="it has an adapter"):
+        weights_of(folder)
+    (folder / "adapter_config.json").unlink()
+    monkeypatch.setattr(folder_stored, "_are_converted", lambda model: True)
+    with pytest.raises(NotStorableError, match="transformers converts its tensors"):
+        weights_of(folder)
+
+
+def test_models_whose_tensors_transformers_converts_are_known() -> None:
+    converted = {
+        name
+        for name, make in zoo.ARCHITECTURES.items()
+        if folder_stored._are_converted(without_memory(make()))
+    }
+    assert "mixtral" in converted
+    assert "llama" not in converted
+
+
+def test_a_tensor_that_two_files_hold_is_refused(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path)
+    held = weights_in(folder, {})
+    held.places.append(held.places[0])
+    model = without_memory(transformers.AutoConfig.from_pretrained(folder))
+    with pytest.raises(NotStorableError, match="several files hold the same tensors"):
+        FolderWeights(folder, {}, held, model)
+
+
+@pytest.mark.parametrize("shape", [(32, 24), (16, 48), (24, 32, 1), (25, 32)])
+def test_a_tensor_of_another_shape_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Also one with as many numbers."""
+    folder, name = saved("llama", tmp_path), "model.layers.0.mlp.up_proj.weight"
+    change_weights(folder, lambda tensors: tensors.update({name: torch.zeros(shape).bfloat16()}))
+    with pytest.raises(NotStorableError, match=f"{name} is BF16 .* in its files"):
+        weights_of(folder)
+
+
+def test_matrices_of_other_layers_are_widened_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved("gpt2", tmp_path)
+    with caplog.at_level(logging.WARNING, "draftahead"):
+        hub.load(folder, device="cpu")
+    assert f"{folder}: widened to float32: transformer.h.0.attn.c_attn.weight" in caplog.text
 
 
 def test_missing_tensors_are_named_as_before(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -15,9 +16,10 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor
 import tiny_gguf
 from draftahead import LLM, SamplingParams
 from draftahead.errors import DamagedModelError, ModelMemoryError
-from draftahead.loader import gguf_stored, hub, skeleton
+from draftahead.loader import gguf_config, gguf_stored, hub, skeleton
 from draftahead.loader.gguf_config import GgufConfig
 from draftahead.loader.gguf_header import GgufTensor, read_gguf_header
+from draftahead.loader.progress import no_progress
 from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear, stored_layers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -83,6 +85,7 @@ def test_the_bytes_are_those_of_the_file_and_are_not_copied(tmp_path: Path) -> N
         assert torch.equal(layer.rows, stored) is not is_permuted
         assert sorted(map(bytes, layer.rows.numpy())) == sorted(map(bytes, stored.numpy()))
         assert _is_mapped(layer.rows, path) is not is_permuted
+        assert layer.origin.is_mapped is not is_permuted
 
 
 def _is_mapped(tensor: torch.Tensor, path: Path) -> bool:
@@ -136,6 +139,20 @@ def test_text_is_that_of_the_widened_model_with_each_drafter(drafter: Any, tmp_p
     assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
     seeded = SamplingParams(temperature=1.0, seed=1, max_tokens=8)
     assert stored.generate(PROMPT, seeded)[0].token_ids
+
+
+def test_memory_of_widened_tensors_is_counted(tmp_path: Path) -> None:
+    """Those of a kind without kernels, and those that transformers computes."""
+    kinds = {"blk.0.ffn_up.weight": "TQ2_0", "blk.1.ffn_up.weight": "F32"}
+    path = tiny_gguf.write(tmp_path / "m.gguf", lambda name: kinds.get(name, "Q4_K"))
+    header = read_gguf_header(path)
+    settings = GgufConfig(path, header)
+    model = skeleton.without_memory(settings.config)
+    weights = gguf_stored.GgufWeights(path, header, settings, model)
+    model = weights.load(no_progress)
+    rows = {layer.rows.data_ptr(): layer.rows for layer in stored_layers(model)}
+    tensors = [*rows.values(), *model.parameters()]
+    assert weights.num_bytes == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_second_model_reads_the_same_pages(tmp_path: Path) -> None:
@@ -274,10 +291,13 @@ def test_memory_counts_stored_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         hub.load(path, device="cpu")
 
 
+@pytest.mark.parametrize("large", [gguf_config.LARGE, 100])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_configuration_and_tokenizer_are_those_of_transformers(
-    architecture: str, tmp_path: Path
+    architecture: str, large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the vocabulary is too large to be copied."""
+    monkeypatch.setattr(gguf_config, "LARGE", large)
     path = tiny_gguf.write(tmp_path / "m.gguf", architecture=architecture)
     options = {"gguf_file": path.name, "local_files_only": True}
     theirs = transformers.AutoConfig.from_pretrained(tmp_path, **options).to_dict()
@@ -298,15 +318,52 @@ def test_the_vocabulary_is_read_by_transformers_at_most_once(
 ) -> None:
     """Its reader takes seconds for a file of a common size."""
     path = tiny_gguf.write(tmp_path / "m.gguf")
+    monkeypatch.setattr(gguf_config, "LARGE", 100)  # bytes: a vocabulary of 40 tokens is larger
     own, read = gguf.GGUFReader.__init__, []
 
     def note(self: Any, file: Any, *args: Any) -> None:
         read.append(Path(file))
         own(self, file, *args)
+        assert Path(file) == path or "tokenizer.ggml.tokens" not in self.fields
 
     monkeypatch.setattr(gguf.GGUFReader, "__init__", note)
     hub.load(path, device="cpu")
     assert read.count(path) <= 1
+    assert len(read) > read.count(path)
+
+
+def test_architectures_of_transformers_newer_code_are_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_gguf.write(tmp_path / "m.gguf")
+    header, config = read_gguf_header(path), transformers.LlamaConfig()
+    read: list[Path] = []
+    monkeypatch.setattr(gguf_config, "newer", SimpleNamespace(GGUF_CONFIG_ARCHS=["llama"]))
+    monkeypatch.setattr(gguf_config, "_config_of", lambda file: read.append(file) or config)
+    settings = GgufConfig(path, header)
+    assert settings.config is config
+    assert read == [path]
+    model = torch.nn.Module()
+    with pytest.raises(skeleton.NotStorableError, match="converts llama in its own way"):
+        gguf_stored.GgufWeights(path, header, settings, model)
+
+
+@pytest.mark.parametrize("by_top", [True, False])
+def test_names_of_submodules_are_asked_for_where_they_are_needed(
+    by_top: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks for all names again."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.config = None
+    whole, asked = {"a": "0.weight", "b": "0.bias"}, []
+
+    def names(model: Any, processor: Any) -> dict[str, str]:
+        asked.append(list(model.named_children()))
+        return whole if by_top or asked[-1] else {"a": "0.weight"}
+
+    monkeypatch.setattr(gguf_config.legacy, "get_gguf_hf_weights_map", names)
+    assert GgufConfig.names(model, None) == whole
+    assert asked == ([[]] if by_top else [[], [("0", model[0])]])
 
 
 def test_a_model_can_be_saved_and_loaded_again(tmp_path: Path) -> None:
@@ -318,7 +375,9 @@ def test_a_model_can_be_saved_and_loaded_again(tmp_path: Path) -> None:
         assert_same_model(model, again)
 
 
-def test_tensors_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None:
+def test_tensors_that_are_missing_or_misshapen_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny_gguf.write(tmp_path / "m.gguf")
     content = path.read_bytes()
     (tmp_path / "x.gguf").write_bytes(
@@ -326,3 +385,13 @@ def test_tensors_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None
     )
     with pytest.raises(DamagedModelError, match=r"missing .*model\.layers\.1\.mlp\.up_proj"):
         hub.load(tmp_path / "x.gguf", device="cpu")
+    own = tiny_gguf.shapes
+
+    def shapes(architecture: str, *, tied: bool) -> dict[str, tuple[int, ...]]:
+        larger = {"blk.1.ffn_up.weight": (tiny_gguf.INNER + 1, tiny_gguf.HIDDEN)}
+        return own(architecture, tied=tied) | larger
+
+    monkeypatch.setattr(tiny_gguf, "shapes", shapes)
+    tiny_gguf.write(tmp_path / "y.gguf")
+    with pytest.raises(DamagedModelError, match=r"model\.layers\.1\.mlp\.up_proj.*513"):
+        hub.load(tmp_path / "y.gguf", device="cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from draftahead.loader import stored
 from draftahead.loader.stored import (
     STORED_KINDS,
+    Origin,
     StoredEmbedding,
     StoredLinear,
     dequantize,
@@ -118,10 +120,12 @@ def test_gradients_reach_the_input() -> None:
 
 def test_a_subset_has_its_outputs_only() -> None:
     rows = torch.from_numpy(random_rows("Q6_K", 9, 1))
-    layer = StoredLinear(rows, "Q6_K", 256, bias=torch.arange(9.0))
+    origin = Origin(Path("m.gguf"), "t")
+    layer = StoredLinear(rows, "Q6_K", 256, bias=torch.arange(9.0), origin=origin)
     ids, x = torch.tensor([8, 2, 2]), torch.randn(4, 256)
     subset = layer.subset(ids)
     assert (subset.out_features, layer.out_features) == (3, 9)
+    assert (subset.origin, layer.origin) == (None, origin)  # it is no tensor of a file
     torch.testing.assert_close(subset(x), layer(x)[:, ids], rtol=1e-3, atol=1e-3)
     assert torch.equal(layer.rows, rows)
 

@@ -60,8 +60,16 @@ def dequantize(rows: Tensor, kind: str) -> Tensor:
         return rows.view(torch.bfloat16).float()
     if kind == "F16":
         return rows.view(torch.float16).float()
-    blocks = rows.view(len(rows), -1, STORED_KINDS[kind][1])
+    per_block, block_bytes = STORED_KINDS[kind]
+    if not len(rows):
+        return rows.new_empty(0, rows.shape[1] // block_bytes * per_block, dtype=torch.float32)
+    blocks = rows.view(len(rows), -1, block_bytes)
     return _DEQUANTIZE[kind](blocks).reshape(len(rows), -1)
+
+
+def dequantize_some(rows: Tensor, ids: Tensor, kind: str) -> Tensor:
+    """The rows `ids` [M] of uint8 [n, row_bytes] -> float32 [M, weights of a row]."""
+    return dequantize(rows.index_select(0, ids), kind)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -276,11 +284,13 @@ class StoredEmbedding(_Stored):
         super().__init__(rows, kind, embedding_dim, origin)
         self.num_embeddings, self.embedding_dim = len(rows), embedding_dim
         self.padding_idx = padding_idx
+        # How rows become float32: our kernels may take the place of torch, see backends/cpu.
+        self.widen: Callable[[Tensor, Tensor, str], Tensor] = dequantize_some
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> float32 [..., embedding_dim]."""
-        flat = self.rows.index_select(0, ids.reshape(-1))
-        return dequantize(flat, self.kind).view(*ids.shape, self.embedding_dim)
+        widened = self.widen(self.rows, ids.reshape(-1), self.kind)
+        return widened.view(*ids.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.kind}"

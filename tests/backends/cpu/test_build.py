@@ -113,9 +113,9 @@ class Described:
 # How the library's description differs: a pattern and what replaces it; what the refusal says.
 DIFFERENCES = {
     "another version": (
-        r"ABI_VERSION 4\n",
+        r"ABI_VERSION 5\n",
         "ABI_VERSION 3\n",
-        "ABI_VERSION is 3 in the library, 4",
+        "ABI_VERSION is 3 in the library, 5",
     ),
     "another constant": (r"PANEL 48", "PANEL 32", "PANEL is 32 in the library, 48 in abi.py"),
     "another value of an enum": (r"NORM_EACH 1", "NORM_EACH 2", "NORM_EACH is 2 in the library, 1"),

@@ -93,6 +93,21 @@ def test_bits_do_not_depend_on_the_forward(int8: bool, kv_cache_dtype: str | Non
     assert torch.equal(runner.cache.keys[2][0, :, :30], keys)
 
 
+@pytest.mark.parametrize("hidden_size", [240, 336])
+def test_no_output_is_computed_twice(hidden_size: int) -> None:
+    """Layers that add to their outputs, cut into chunks of which the last ones are shorter."""
+    runner = runner_of(llama_shaped("llama", hidden_size=hidden_size))
+    assert runner.batch_invariant
+    tokens = torch.tensor([PROMPT])
+    alone = runner.forward(tokens).logits
+    try:
+        for threads in (2, 3, 4):
+            torch.set_num_threads(threads)
+            assert torch.equal(runner.forward(tokens).logits, alone)
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.usefixtures("generous_policy")
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

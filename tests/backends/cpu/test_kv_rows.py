@@ -48,6 +48,8 @@ def test_rows_of_the_kernels_are_those_of_the_models_own_forward(
         expected = to_rows(mixed(numbers) if is_mixed else numbers, runner.cache.stored_dtype)
         assert_close(keys["own"][index], expected, head_dim, steps=0.0)
         assert_close(keys["kernels"][index], expected, head_dim, steps=1.01)
+        if kv_cache_dtype == "int8":  # a number or a scale differs in its last bit, but few do
+            assert (keys["kernels"][index] == expected).float().mean() > 0.85
 
 
 def assert_close(rows: torch.Tensor, expected: torch.Tensor, head_dim: int, steps: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,16 @@ import torch
 
 import tiny_gguf
 from draftahead import LLM
-from draftahead.backends.cpu import build, panels
+from draftahead.backends.cpu import build, linear, panels
 from draftahead.errors import ConfigError
-from draftahead.loader.stored import StoredLinear, stored_layers
+from draftahead.loader.stored import (
+    ACTIVATIONS,
+    STORED_KINDS,
+    Origin,
+    StoredLinear,
+    dequantize_some,
+    stored_layers,
+)
 from llama_shaped import needs_kernels
 
 pytestmark = needs_kernels
@@ -93,6 +101,46 @@ def test_a_file_that_changed_gets_panels_of_its_own(
     assert text(changed) == text(load(tiny_gguf.write(tmp_path / "other.gguf", "Q6_K")))
 
 
+def part(path: Path, kind: str = "Q4_K", name: str = "a", rows: int = 2, start: int = 0) -> Any:
+    weights = torch.from_numpy(tiny_gguf.random_rows(kind, rows, 256 // STORED_KINDS[kind][0]))
+    return panels._Part(StoredLinear(weights, kind, 256, origin=Origin(path, name)), start, 1)
+
+
+def test_panels_are_known_by_all_that_they_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file of panels serves one content only."""
+    path, other = tmp_path / "a", tmp_path / "b"
+    path.write_bytes(bytes(1000))
+    shutil.copy2(path, other)
+    time = path.stat().st_mtime_ns
+    key = panels._key(path, [part(path)])
+    assert key == panels._key(path, [part(path)])
+    differing = [
+        panels._key(path, parts)
+        for parts in (
+            [part(path, kind="Q4_0")],  # rows of as many bytes
+            [part(path, name="b")],
+            [part(path, rows=3)],
+            [part(path, start=64)],
+            [part(path), part(path, start=64)],
+        )
+    ]
+    assert other.stat().st_mtime_ns == time
+    differing.append(panels._key(other, [part(other)]))
+    os.utime(path, ns=(time, time + 1))
+    differing.append(panels._key(path, [part(path)]))
+    path.write_bytes(bytes(1001))
+    os.utime(path, ns=(time, time))
+    differing.append(panels._key(path, [part(path)]))
+    path.write_bytes(bytes(1000))
+    os.utime(path, ns=(time, time))
+    assert panels._key(path, [part(path)]) == key
+    monkeypatch.setattr(panels, "FORMAT", panels.FORMAT + 1)
+    differing.append(panels._key(path, [part(path)]))
+    assert len({key, *differing}) == 1 + len(differing)
+
+
 @pytest.mark.parametrize("size", [0, 1000])
 def test_a_file_of_another_size_is_made_again(model: Path, cache: Path, size: int) -> None:
     expected = text(load(model))
@@ -141,6 +189,28 @@ def test_a_full_disk_leaves_nothing_behind(
     monkeypatch.setattr(panels.os, "posix_fallocate", full)
     assert len(text(load(model))) == len(expected)
     assert files(cache) == []
+
+
+def test_panels_that_the_disk_has_no_room_for_are_in_memory(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = text(load(model, activations="float32"))
+    usage = shutil.disk_usage(model.parent)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert len(text(load(model))) == len(expected)
+    assert files(cache) == []
+    assert "are not kept: the disk is full" in caplog.text
+
+
+def test_rows_that_are_no_part_of_a_file_stay() -> None:
+    """Pages of a mapped file are given back to the system, which reads them again."""
+    rows = torch.from_numpy(tiny_gguf.random_rows("Q8_0", 200, 8))
+    before = rows.clone()
+    for origin in (None, Origin(Path("m.gguf"), "t", is_mapped=False)):
+        layer = StoredLinear(rows, "Q8_0", 256, origin=origin)
+        layer.activations = "int24"
+        assert panels.panels_of(layer) is not None
+        assert torch.equal(rows, before)
 
 
 def test_an_interrupt_leaves_nothing_behind(
@@ -192,6 +262,48 @@ def test_logits_in_float32_arithmetic_are_those_of_the_widened_file(model: Path)
     stored, widened = load(model, activations="float32"), load(model, dtype="float32")
     logits = [llm.engine.verifier.runner.forward(tokens).logits for llm in (stored, widened)]
     assert torch.equal(*logits)
+
+
+def test_the_arithmetic_is_that_which_was_asked_for(model: Path) -> None:
+    tokens, logits = torch.tensor([[3, 4, 5, 6, 7]]), {}
+    for activations in (None, *ACTIVATIONS):
+        runner = load(model, activations=activations).engine.verifier.runner
+        assert runner.backend_choice.name == "cpu kernels"
+        logits[activations] = runner.forward(tokens).logits
+    assert torch.equal(logits[None], logits["int24"])
+    exact = logits["float32"]
+    gaps = {a: float((logits[a] - exact).norm() / exact.norm()) for a in ("int24", "int8")}
+    assert 0 < gaps["int24"] < 1e-5
+    assert 1e-4 < gaps["int8"] < 0.2
+
+
+def test_embeddings_are_read_by_the_kernels(model: Path) -> None:
+    embedding = load(model).model.get_input_embeddings()
+    assert embedding.widen is linear.widen_rows
+    ids = torch.tensor([[3, 39], [0, 3]])
+    assert torch.equal(embedding(ids), embedding.dequantized(ids.flatten()).view(2, 2, -1))
+
+
+def test_without_kernels_torch_computes_in_float32(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = text(load(model, activations="float32"))
+    monkeypatch.setattr(build, "library", lambda: None)
+    llm = load(model)
+    layers = [m for m in stored_layers(llm.model) if isinstance(m, StoredLinear)]
+    assert {layer.activations for layer in layers} == {"float32"}
+    assert llm.model.get_input_embeddings().widen is dequantize_some
+    assert text(llm) == expected
+    with pytest.raises(ConfigError, match="needs our CPU kernels, and they are missing"):
+        load(model, activations="int24")
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
+def test_weights_that_are_not_quantized_take_no_integers(kind: str, tmp_path: Path) -> None:
+    path = tiny_gguf.write(tmp_path / "m.gguf", kind)
+    with pytest.raises(ConfigError, match="is for quantized weights"):
+        load(path, activations="int8")
+    load(path, activations="float32")
 
 
 @pytest.mark.parametrize("activations", ["int24", "int8"])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from draftahead.backends.cpu import abi, build
-from draftahead.loader.stored import ACTIVATIONS, STORED_KINDS, dequantize
+from draftahead.backends.cpu.linear import widen_rows
+from draftahead.loader.stored import ACTIVATIONS, STORED_KINDS, dequantize, dequantize_some
 from llama_shaped import needs_kernels
 from tiny_gguf import random_rows
 
@@ -31,11 +32,12 @@ class Layer:
         self.bias = torch.randn(out) if bias else None
         self.panels = self._panels() if kind.startswith("Q") else None
 
-    def _panels(self) -> Tensor:
+    def _panels(self, memory: int = 255) -> Tensor:
+        """In memory that holds this byte."""
         library, weights = build.library(), self.weights("float32")
         assert library is not None
         size = library.draftahead_panels_size(ctypes.byref(weights))
-        panels = torch.full((size,), 255, dtype=torch.uint8)
+        panels = torch.full((size,), memory, dtype=torch.uint8)
         library.draftahead_make_panels(ctypes.byref(weights), panels.data_ptr(), 2)
         return panels
 
@@ -96,6 +98,31 @@ def test_float32_arithmetic_has_the_bits_of_widened_weights(kind: str, out: int)
             assert torch.equal(layer(x[:count], "float32"), expected[:count]), count
 
 
+@pytest.mark.parametrize("kind", STORED_KINDS)
+def test_rows_of_an_embedding_have_the_bits_of_torch(kind: str) -> None:
+    for size in (32, 100, 512):  # one block, tails, several blocks
+        random = torch.from_numpy(random_rows(kind, 11, blocks_of(kind, size)))
+        any_bytes = torch.randint(0, 256, random.shape, dtype=torch.uint8)  # scales that are NaN
+        for rows in (random, any_bytes):
+            for ids in ([], [4], [10, 0, 3, 3, 9]):
+                given = torch.tensor(ids, dtype=torch.int64)
+                found, expected = widen_rows(rows, given, kind), dequantize_some(rows, given, kind)
+                assert found.shape == expected.shape
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(widen_rows(random, given.int(), kind), dequantize_some(random, given, kind))
+    every_other = torch.arange(6)[::2]
+    for some in (random[::2], random):  # rows and ids that are not adjacent
+        expected = dequantize(some[every_other], kind)
+        assert torch.equal(widen_rows(some, every_other, kind), expected)
+
+
+@pytest.mark.parametrize("bad", [-1, 11, 2**40])
+def test_a_token_that_an_embedding_does_not_have_is_named(bad: int) -> None:
+    rows = torch.from_numpy(random_rows("Q4_K", 11, 1))
+    with pytest.raises(IndexError, match=f"token {bad} is none of the embedding's 11"):
+        widen_rows(rows, torch.tensor([1, bad, 2]), "Q4_K")
+
+
 @pytest.mark.parametrize("activations", ["int24", "int8"])
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_bits_depend_on_no_other_token_and_on_no_thread(kind: str, activations: str) -> None:
@@ -108,6 +135,13 @@ def test_bits_depend_on_no_other_token_and_on_no_thread(kind: str, activations: 
         for count in NUM_TOKENS:
             some = slice(len(x) - count, len(x))
             assert torch.equal(layer(x[some], activations), together[some]), count
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_panels_are_the_same_bytes_whatever_the_memory_held(kind: str) -> None:
+    """Also those of the outputs that the last panel lacks: NaN there would cost time."""
+    layer = Layer(kind, 37, blocks_of(kind, 256))
+    assert torch.equal(layer._panels(255), layer._panels(0))
 
 
 @pytest.mark.parametrize("heavy", [False, True])

@@ -21,6 +21,7 @@ from draftahead.backends.cpu.threads import (
     available_cores,
     cpu_quota,
     num_threads,
+    torch_all_threads,
     torch_single_threaded,
 )
 from draftahead.drafters.tree_builder import TreeBuilder
@@ -69,6 +70,20 @@ def test_one_thread_is_for_torch_and_not_for_our_kernels() -> None:
 def test_the_number_is_restored_after_an_exception(error: type[BaseException]) -> None:
     with pytest.raises(error), torch_single_threaded(), torch_single_threaded():
         raise error
+    assert (torch.get_num_threads(), num_threads()) == (2, 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_part_that_takes_all_threads() -> None:
+    with torch_all_threads():
+        assert (torch.get_num_threads(), num_threads()) == (2, 2)
+    with torch_single_threaded():
+        with torch_all_threads():
+            assert (torch.get_num_threads(), num_threads()) == (2, 2)
+        assert (torch.get_num_threads(), num_threads()) == (1, 2)
+        with pytest.raises(RuntimeError), torch_all_threads():
+            raise RuntimeError
+        assert (torch.get_num_threads(), num_threads()) == (1, 2)
     assert (torch.get_num_threads(), num_threads()) == (2, 2)
 
 

@@ -136,6 +136,32 @@ def test_nan_of_a_drafted_token_reaches_no_other_node_and_nan_of_context_does(
 
 
 @torch.no_grad()
+def test_scores_of_extreme_size() -> None:
+    """Hundreds apart, more than an exponential can hold: the largest counts, wherever it lies."""
+    model = llama_shaped("llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.mul_(20)
+    runner = filled(model)
+    tokens = torch.randint(1, 97, (1, 60), generator=torch.Generator().manual_seed(3))
+    logits = runner.forward(tokens, first_slot=1).logits[0]
+    expected = model(torch.tensor([TEXTS[0] + tokens[0].tolist()])).logits[0, len(TEXTS[0]) :]
+    assert logits.isfinite().all()
+    assert (logits - expected).norm() < 1e-3 * expected.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1])
+def test_nan_of_any_bits_is_nan_in_bfloat16(bits: int) -> None:
+    """Rounded as a number, the last two would become zeros."""
+    model = llama_shaped("llama")
+    runner, length = filled_runner(model, TEXTS, "bfloat16"), len(TEXTS[0])
+    number = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    model.model.layers[0].self_attn.v_proj.bias[3] = number
+    runner.forward(torch.tensor([[5, 6]]), first_slot=1, num_context_tokens=2)
+    assert runner.cache.values[0][1, 0, length : length + 2, 3].isnan().all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("by_kernels", [True, False])
 @pytest.mark.parametrize("number", [3.3e38, 3.4e38])
 def test_a_drafted_token_whose_key_rounds_to_infinity_has_no_logits(

@@ -37,7 +37,7 @@ ARITHMETICS = ("float32", "int24", "int8")  # enum Arithmetic
 INPUT_NORMS = ("none", "each", "all")  # enum InputNorm
 KV_FORMATS = ("float32", "bfloat16", "int8")  # enum KVFormat
 CONSTANTS = {
-    "ABI_VERSION": 4,
+    "ABI_VERSION": 5,
     "PANEL": PANEL,
     "CHUNK": CHUNK,
     "TOPK": TOPK,
@@ -221,6 +221,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "draftahead_build_trees": (ctypes.c_char_p, [POINTER, POINTER, INT]),
     "draftahead_integer_bytes": (INT, [POINTER]),
     "draftahead_linear": (None, [POINTER, POINTER, INT, POINTER, INT, POINTER]),
+    "draftahead_float_rows": (INT, [POINTER, POINTER, INT, POINTER]),
     "draftahead_panels_size": (INT, [POINTER]),
     "draftahead_make_panels": (None, [POINTER, POINTER, INT]),
     "draftahead_read_memory": (FLOAT, [POINTER, INT, INT]),

@@ -28,7 +28,7 @@ from draftahead.backends.own_code import autocast_of, has_own_forward
 from draftahead.core.device import device_of
 from draftahead.errors import ConfigError, UnsupportedModelError
 from draftahead.loader.progress import ProgressCallback
-from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear
+from draftahead.loader.stored import STORED_KINDS, StoredEmbedding, StoredLinear, dequantize_some
 
 # Most weights that share a scale: larger groups are less exact, smaller ones take longer.
 MAX_GROUP = 256
@@ -161,6 +161,10 @@ def choose_arithmetic(model: Any, activations: str | None, report: ProgressCallb
         activations = "float32"
     for layer in layers:
         layer.activations = activations or "int24"
+    for embedding in (m for m in model.modules() if type(m) is StoredEmbedding):
+        # Rows in half precision are one operation of torch, which is faster.
+        by_kernels = build.library() is not None and embedding.kind.startswith("Q")
+        embedding.widen = widen_rows if by_kernels else dequantize_some
     prepare_panels(model, report)
 
 
@@ -269,6 +273,29 @@ def run_linear(layer: Any, x: Tensor) -> Tensor:
             integers.data_ptr(),
         )
     return y.view(*x.shape[:-1], out)
+
+
+def widen_rows(rows: Tensor, ids: Tensor, kind: str) -> Tensor:
+    """dequantize_some by our kernels, with the same bits and without its dozen operations. What
+    they cannot read is left to torch."""
+    library, (per_block, block_bytes) = build.library(), STORED_KINDS[kind]
+    flat = ids.long().contiguous()
+    readable = kernels_can_read(rows, torch.uint8, "cpu") and kernels_can_read(
+        flat, torch.int64, "cpu"
+    )
+    if library is None or not readable or rows.shape[1] % block_bytes:
+        return dequantize_some(rows, ids, kind)
+    in_ = rows.shape[1] // block_bytes * per_block
+    weights = abi.Weights(
+        data=rows.data_ptr(), out_features=len(rows), in_features=in_, kind=abi.KINDS.index(kind)
+    )
+    widened = torch.empty(len(flat), in_, dtype=torch.float32, device="cpu")
+    count = library.draftahead_float_rows(
+        ctypes.byref(weights), flat.data_ptr(), len(flat), widened.data_ptr()
+    )
+    if count < len(flat):
+        raise IndexError(f"token {int(flat[count])} is none of the embedding's {len(rows)}")
+    return widened
 
 
 Forward = tuple[Any, Callable[..., Any]]  # a module, and what it runs

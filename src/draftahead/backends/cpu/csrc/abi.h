@@ -16,7 +16,7 @@
 extern "C" {
 
 // Raised when a function's arguments change: the layout below does not tell that.
-constexpr int64_t ABI_VERSION = 4;
+constexpr int64_t ABI_VERSION = 5;
 
 constexpr int64_t PANEL = 48;         // int8: outputs stored side by side; the last panel is padded
 constexpr int64_t CHUNK = 64;         // int8: weights that one AVX-512 VNNI instruction multiplies

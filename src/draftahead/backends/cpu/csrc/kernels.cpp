@@ -55,6 +55,17 @@ void EXPORT(linear)(const Weights* w, const float* x, int64_t num_tokens, float*
   linear_all_threads(*w, x, num_tokens, y, threads, integers);
 }
 
+// Writes rows `ids` as float32: [count][in_features]. Returns how many: all of them, or those
+// before the first that is not there.
+int64_t EXPORT(float_rows)(const Weights* w, const int64_t* ids, int64_t count, float* out) {
+  const FloatRow float_row = float_row_of(w->kind);
+  for (int64_t i = 0; i < count; i++) {
+    if (ids[i] < 0 || ids[i] >= w->out_features) return i;
+    float_row(*w, ids[i], out + i * w->in_features);
+  }
+  return count;
+}
+
 // Bytes of a matrix in panels (panels.h); 0: its kind has none.
 int64_t EXPORT(panels_size)(const Weights* w) {
   if (w->kind < Q4_0) return 0;
