@@ -24,7 +24,7 @@ from draftahead.errors import ConfigError, DraftaheadError
 from draftahead.inputs import Conversation, Inputs, Prompt, as_conversations, as_prompts
 from draftahead.loader import embedded, hub
 from draftahead.loader.progress import ProgressCallback, no_progress
-from draftahead.loader.stored import stored_layers
+from draftahead.loader.stored import ACTIVATIONS, StoredLinear, stored_layers
 from draftahead.models.verifier import Verifier
 from draftahead.outputs import Stream, TokenTexts
 
@@ -294,8 +294,14 @@ class LLM:
         if kinds := sorted({layer.kind for layer in stored_layers(self.model)}):
             dtype += f" over weights as stored ({', '.join(kinds)})"
         drafter = "adaptive" if self.engine.adaptive else "fixed size"
+        arithmetics = {
+            layer.activations
+            for layer in stored_layers(self.model)
+            if isinstance(layer, StoredLinear) and layer.kind.startswith("Q")
+        }
         found = [
             f"model: {type(self.model).__name__}, {config.quantize or dtype} on {runner.device}",
+            *(f"activations: {name} ({ACTIVATIONS[name]})" for name in sorted(arithmetics)),
             f"backend: {choice.name} ({choice.reason})",
             *(f"faster: {hint}" for hint in choice.faster),
             f"drafter: {type(self.engine.drafter).__name__}, {drafter}; exact: {config.exact}",

@@ -49,6 +49,14 @@ def plain(request: pytest.FixtureRequest, path: Path) -> LLM:
     return llm
 
 
+def test_it_says_how_it_multiplies(plain: LLM, path: Path) -> None:
+    (line,) = [line for line in plain.describe() if line.startswith("activations: ")]
+    name = plain.config.activations
+    assert line == f"activations: {name} ({ACTIVATIONS[name]})"
+    widened = LLM(str(path), "none", max_batch=1, dtype="float32", device="cpu")
+    assert not any(line.startswith("activations: ") for line in widened.describe())
+
+
 def outputs(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [out.token_ids for out in llm.generate(PROMPTS, params)]
 

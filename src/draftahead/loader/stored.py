@@ -26,8 +26,12 @@ STORED_KINDS: dict[str, tuple[int, int]] = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-# How kernels multiply quantized weights: with inputs in float32, or as integers of 24 or 8 bits.
-ACTIVATIONS = ("float32", "int24", "int8")
+# How kernels multiply quantized weights, and what that does to the numbers.
+ACTIVATIONS = {
+    "float32": "the bits of widened weights",
+    "int24": "fixed point of 24 bits, as exact as float32",
+    "int8": "rounded to 8 bits as by llama.cpp, so some tokens differ from those of the others",
+}
 # Weights that are widened at a time: more need more memory (4 bytes each, and as much again while
 # they are unpacked), fewer make more calls of torch per layer.
 SLICE_WEIGHTS = 1 << 21
