@@ -105,10 +105,13 @@ def test_other_metadata_versions_and_files_beside_it_make_another(
     model: Path, tmp_path: Path, cache: Path, conversions: list[str], monkeypatch: Any
 ) -> None:
     load(model)
+    assert len(conversions) == len(list(cache.iterdir())) == 1
     tiny_gguf.write(model, keys={"some.key": 1})  # the same name and size of data
     load(model)
-    monkeypatch.setattr(transformers, "__version__", "99.0")
+    assert len(conversions) == len(list(cache.iterdir())) == 2
+    monkeypatch.setattr(gguf_tokenizer.transformers, "__version__", "99.0")
     load(model)
+    assert len(conversions) == len(list(cache.iterdir())) == 3
     monkeypatch.setattr(gguf_tokenizer, "FORMAT", 99)
     load(model)
     assert len(conversions) == len(list(cache.iterdir())) == 4
