@@ -35,7 +35,7 @@ struct Unit {
   float scale;
   float sum;                        // of the 32 inputs
   int32_t negative_sums[3][LIMBS];  // minus the sums of x, for weights with an offset: halves, all
-  // Of the first limb, for int8 inputs that share a scale: of the halves; of this unit and the next.
+  // Of the first limb, for int8 inputs that share a scale: of halves; of this unit and the next.
   int16_t half_sums[2], pair_sums[2];
   int8_t x[LIMBS][UNIT];
 };
