@@ -7,7 +7,6 @@
 
 #pragma once
 
-
 #include "blocks.h"
 
 namespace {

@@ -36,11 +36,12 @@ namespace {
 // waking (5 to 50 us) comes to barriers that are about to open. Longer: a foreign process waits for
 // the core, perhaps the very one whose time slice ours are waiting for.
 constexpr int64_t BARRIER_SPIN_NS = 50'000;
-// The least of it, where spinning was in vain. Less: barriers that open at once put threads to sleep.
+// The least of it, where spinning was in vain. Less: barriers that open at once put threads to
+// sleep.
 constexpr int64_t SHORTEST_SPIN_NS = 4'000;
 // The same for workers between two calls: the next one comes 1 ms later. A core that sleeps in
-// between takes long to wake up (with 100 us steps with an EAGLE head took 10% longer); a worker that
-// spins for longer takes a core from other programs.
+// between takes long to wake up (with 100 us steps with an EAGLE head took 10% longer); a worker
+// that spins for longer takes a core from other programs.
 constexpr int64_t IDLE_SPIN_NS = 2'000'000;
 
 inline int64_t now_ns() {
