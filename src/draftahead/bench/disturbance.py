@@ -23,12 +23,8 @@ FOREIGN_SHARE = 0.05
 # Seconds below which foreign CPU time is not counted: the kernel counts in ticks of 0.01 s per CPU.
 FOREIGN_SECONDS = 0.05
 NUM_RETRIES = 3  # of a repetition that was disturbed; then the last one is kept, and flagged
-BUSY = (
-    0,
-    1,
-    2,
-    7,
-)  # columns of /proc/stat: user, nice, system, and what the hypervisor gave others
+# Columns of /proc/stat: user, nice, system, and what the hypervisor gave others
+BUSY = (0, 1, 2, 7)
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ inline f32x16 activate(f32x16 x, int64_t activation) {
   return x / (1.0f + fast_exp(-2.0f * inner));
 }
 
-// Stores a node's key and value (of one KV head) in the cache, which they are not read from again.
-// Infinity and NaN of a drafted node
-// become 0: masked, they would still make other nodes' results NaN (0 * NaN). Its own logits become
-// NaN, as without drafts. Those of a context token stay, as the target's own result.
+// Stores a node's key and value (of one KV head) in the cache; `k` and `v` themselves are not read
+// again. Infinity and NaN of a drafted node become 0: masked, they would still make other nodes'
+// results NaN (0 * NaN). Its own logits become NaN, as without drafts. Those of a context token
+// stay, as the target's own result.
 void store_kv(const Model& m, const DecoderLayer& layer, const ForwardArgs& f, int64_t t,
               int64_t kv_head, float* k, float* v) {
   const int64_t d = m.head_dim, sequence = t / f.num_nodes, node = tree_node(f, t);
@@ -66,8 +66,7 @@ void rotate_and_store(const Model& m, const DecoderLayer& layer, const ForwardAr
   }
 }
 
-// act(gate(x)) * up(x): the same outputs of both, so that no barrier is
-// needed before the product.
+// act(gate(x)) * up(x): the same outputs of both, so that no barrier is needed before the product.
 void gated_units(const Model& m, const DecoderLayer& layer, const Inputs& inputs,
                  int64_t num_tokens, SharedBuffers& b) {
   const int64_t size = m.intermediate_size;

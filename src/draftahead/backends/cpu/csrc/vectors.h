@@ -112,15 +112,10 @@ inline __attribute__((always_inline)) f32x16 from_u8(u8x16 v) {
 #endif
 }
 inline __attribute__((always_inline)) f32x16 from_u8(const uint8_t* p) {
-  return from_u8(load_16_bytes(p));
+  return __builtin_convertvector(integers_of_u8(p), f32x16);
 }
 inline __attribute__((always_inline)) f32x16 from_s8(const uint8_t* p) {
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-#else
-  return __builtin_convertvector(*reinterpret_cast<const i8x16_unaligned*>(p), f32x16);
-#endif
+  return __builtin_convertvector(integers_of_s8(p), f32x16);
 }
 
 inline float half_to_float(const uint8_t* p) {
